@@ -1,0 +1,1 @@
+"""Benchmarks of decode, prefill, serving and collectives."""

@@ -1,0 +1,1 @@
+"""Head loop, worker loop, executor and sampler."""

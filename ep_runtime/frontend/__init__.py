@@ -1,0 +1,1 @@
+"""HTTP, tokenizer, chat template, request journal, health and metrics. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Queue, admission, plans, slots and blocks. Pure Python, no torch."""

@@ -1,0 +1,1 @@
+"""Operators: the torch reference, the Triton kernel, and the choice between them."""

@@ -1,0 +1,1 @@
+"""Models: specs, layers, state, families and the loader."""

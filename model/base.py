@@ -1,0 +1,85 @@
+"""The interface of every model, and the errors that models raise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from model.batch import ForwardBatch, ForwardOutput
+    from model.spec import ModelSpec
+    from model.state.registry import StateRegistry
+
+
+class ModelError(Exception):
+    """Base of what models and the loader raise about a folder, a tensor or a batch."""
+
+
+class UnsupportedModel(ModelError):
+    """The folder's architecture, or an option in its config.json, is not served; the message names it and what is."""
+
+
+class CheckpointError(ModelError):
+    """A tensor is missing, surplus, mis-shaped or non-finite, or a file is truncated; the message names it."""
+
+
+class MemoryPlanError(ModelError):
+    """What was asked for does not fit; the message shows the sum."""
+
+
+class BatchError(ModelError):
+    """A batch breaks the model's limits."""
+
+
+class Communicator(Protocol):
+    """The collectives of the current epoch, as a model sees them. Implementations count what they launch."""
+
+    rank: int
+    world: int
+
+    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """Sum of every rank's `partial` (same shape and dtype), accumulated in float32 in rank order: the same bits on all ranks."""
+        ...
+
+    def gather_to_head(self, shard: torch.Tensor) -> list[torch.Tensor] | None:
+        """Every rank's `shard` (same shape and dtype), in rank order, on rank 0; None elsewhere. A collective: all ranks call it."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's `tensor` overwrites every rank's."""
+        ...
+
+
+class SingleRank:
+    """The communicator of a world of one."""
+
+    rank = 0
+    world = 1
+
+    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """The only partial is the sum."""
+        return partial
+
+    def gather_to_head(self, shard: torch.Tensor) -> list[torch.Tensor] | None:
+        """The only shard."""
+        return [shard]
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Already everywhere."""
+
+
+class Model(Protocol):
+    """One model family, built for one rank. There is no second path through it: prompt pieces and decode rows are one forward."""
+
+    def spec(self) -> ModelSpec:
+        """Sizes, layer kinds, caches and limits, as plain data."""
+        ...
+
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, hidden] input embeddings of the batch's tokens."""
+        ...
+
+    def forward(self, batch: ForwardBatch, state: StateRegistry, comm: Communicator) -> ForwardOutput:
+        """One ragged forward; writes the caches and recurrent states of the batch's slots."""
+        ...

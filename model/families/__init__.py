@@ -1,0 +1,1 @@
+"""One module per model family: its configuration, its weight names, its assembly."""

@@ -1,0 +1,1 @@
+"""Paged caches and slot-indexed recurrent state."""

@@ -1,0 +1,1 @@
+"""The control plane: frames, commands, links, handshake and errors. Imports no torch."""

@@ -1,0 +1,170 @@
+"""The closed set of commands that the head broadcasts, one frozen struct each.
+
+A struct's fields are the msgpack body of its frame, validated strictly on decoding: unknown fields, wrong types and values out
+of range are refused. `seq_id` (the slot, or the batch) and the token array travel in the frame, not in the body.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, ClassVar
+
+import msgspec
+
+BATCH = 0xFFFF_FFFF
+"""`seq_id` of a command that concerns the batch rather than one slot."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Slot = Annotated[int, msgspec.Meta(ge=0, le=2**24 - 1)]
+
+
+class Cmd(IntEnum):
+    """Codes on the wire. Never reused, never renumbered."""
+
+    ALLOC = 1
+    PREFILL_CHUNK = 2
+    DECODE = 3
+    MIXED = 4
+    VERIFY = 5
+    DRAFT = 6
+    VISION = 7
+    SNAPSHOT = 8
+    RESTORE = 9
+    COPY = 10
+    SAVE = 11
+    LOAD = 12
+    ADAPTER = 13
+    PLACE = 14
+    WARM = 15
+    FREE = 16
+    DIGEST = 17
+    PING = 18
+    SHUTDOWN = 19
+
+
+class Wanted(IntEnum):
+    """Which rows of a span want logits; a list of row offsets is the fourth form."""
+
+    NONE = 0
+    LAST = 1
+    ALL = 2
+
+
+class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=False):
+    """Base of all command bodies. `voted` marks commands that can fail on one rank alone and are voted on before execution."""
+
+    cmd: ClassVar[Cmd]
+    voted: ClassVar[bool] = False
+    per_slot: ClassVar[bool] = True
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The rows of one sequence in a forward, in sequence order.
+
+    The sequence's rows are positions `start .. start + length - 1`. With `fed`, the first row's token is the slot's last
+    sampled token, already on the device, and the frame carries `length - 1` tokens for this span; otherwise `length`.
+    `sampled` says that the head samples a token from this span's last row, and that every rank keeps it as the slot's last token.
+    `new_blocks` are appended to the slot's block table before the rows are written.
+    """
+
+    slot: Slot
+    start: Count
+    length: Positive
+    fed: bool
+    sampled: bool
+    wanted: Wanted | list[Count]
+    new_blocks: list[Count]
+
+
+class Forward(Body, frozen=True):
+    """Body of PREFILL_CHUNK, DECODE, MIXED and VERIFY: one ragged forward over `spans`, in this order on every rank."""
+
+    per_slot: ClassVar[bool] = False
+    spans: Annotated[list[Span], msgspec.Meta(min_length=1)]
+
+
+class PrefillChunk(Forward, frozen=True):
+    """Every span is a piece of a prompt."""
+
+    cmd: ClassVar[Cmd] = Cmd.PREFILL_CHUNK
+
+
+class Decode(Forward, frozen=True):
+    """Every span is one row."""
+
+    cmd: ClassVar[Cmd] = Cmd.DECODE
+
+
+class Mixed(Forward, frozen=True):
+    """Prompt pieces and decode rows together."""
+
+    cmd: ClassVar[Cmd] = Cmd.MIXED
+
+
+class Alloc(Body, frozen=True):
+    """EMPTY -> ACTIVE. Recurrent state is zeroed; the sequence may grow to `token_budget` rows.
+
+    A prefix hit gives the slot its first `prefix_length` positions at once: `prefix_blocks` hold them already and are shared,
+    never written. `prefix_length` is a multiple of the block size.
+    """
+
+    cmd: ClassVar[Cmd] = Cmd.ALLOC
+    voted: ClassVar[bool] = True
+    token_budget: Positive
+    adapter: Count = 0
+    owner_rank: Count = 0
+    prefix_length: Count = 0
+    prefix_blocks: list[Count] = []
+
+
+class Free(Body, frozen=True):
+    """Any state -> EMPTY."""
+
+    cmd: ClassVar[Cmd] = Cmd.FREE
+
+
+class Copy(Body, frozen=True):
+    """The target slot (EMPTY -> ACTIVE) becomes a copy of the first `length` positions of `source`.
+
+    `shared_blocks` are the source's full blocks, referenced by both; `block_pairs` are (from, to) copies of partial blocks,
+    appended after them. Recurrent state is copied whole, so `length` must be the source's length where there is any.
+    """
+
+    cmd: ClassVar[Cmd] = Cmd.COPY
+    voted: ClassVar[bool] = True
+    source: Slot
+    length: Positive
+    token_budget: Positive
+    shared_blocks: list[Count] = []
+    block_pairs: list[tuple[Count, Count]] = []
+
+
+class Warm(Body, frozen=True):
+    """Compile, connect and capture for these batch buckets (rows); has its own deadline."""
+
+    cmd: ClassVar[Cmd] = Cmd.WARM
+    voted: ClassVar[bool] = True
+    per_slot: ClassVar[bool] = False
+    buckets: list[Positive]
+
+
+class Digest(Body, frozen=True):
+    """Every rank acks a digest of its slot table, recurrent states and the routing of the last forward."""
+
+    cmd: ClassVar[Cmd] = Cmd.DIGEST
+    per_slot: ClassVar[bool] = False
+
+
+class Ping(Body, frozen=True):
+    """Liveness while idle."""
+
+    cmd: ClassVar[Cmd] = Cmd.PING
+    per_slot: ClassVar[bool] = False
+
+
+class Shutdown(Body, frozen=True):
+    """Leave the loop and exit with status 0."""
+
+    cmd: ClassVar[Cmd] = Cmd.SHUTDOWN
+    per_slot: ClassVar[bool] = False

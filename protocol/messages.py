@@ -1,0 +1,168 @@
+"""Typed tables of the processes' messages: supervisors with the coordinator, and the frontend with the head's engine.
+
+Each table is a closed union of tagged structs, msgpack-encoded, with the version as the first element of an envelope. A message
+that does not decode strictly is refused whole.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+MESSAGES_VERSION = 1
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of every message; the class name is its tag on the wire."""
+
+
+# Frontend -> engine
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How tokens are chosen for one sequence. The frontend has validated it; the seed is always set.
+
+    temperature 0 is greedy. top_k 0 is off. Penalties follow OpenAI (presence, frequency over generated tokens) and CTRL
+    (repetition, over prompt and generated tokens). logprobs is the number of alternatives to report, None for no logprobs;
+    prompt_logprobs likewise for prompt positions.
+    """
+
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: bool = False
+
+
+class Submit(Message, frozen=True):
+    """One sequence to run. A request with n > 1 is n of these, whose seeds differ; `group` is the HTTP request's id.
+
+    `generated` holds tokens already emitted in an earlier epoch (replay): they are prefilled with the prompt and not emitted again;
+    positions count from the prompt's first token, so counter-based sampling continues where it was. `mask` is the grammar's
+    first token bitmask (little-endian uint32 words, one bit a token) when `sampling.grammar`.
+    """
+
+    request_id: str
+    group: str
+    prompt: list[TokenId]
+    sampling: SamplingParams
+    priority: int = 0
+    generated: list[TokenId] = []
+    adapter: int = 0
+    mask: bytes = b""
+
+
+class Abort(Message, frozen=True):
+    """The client went away or a stop string was found: end these sequences, answering each with one terminal event."""
+
+    request_ids: list[str]
+
+
+class Mask(Message, frozen=True):
+    """The grammar's bitmask for the token at generated index `index` of a sequence."""
+
+    request_id: str
+    index: Count
+    mask: bytes
+
+
+# Engine -> frontend
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the chosen token's, and the best alternatives in descending order."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """What one step gave one sequence. `finish` is set in its last update, and in no other.
+
+    `stop_token` is the stop id that ended it, if one did (it is the last of `tokens`). `prompt_logprobs` comes with the chunk that
+    computed it: entry i is for prompt position `prompt_start + i` (position 0 has none). `error` explains finish "error".
+    `cached` is the number of prompt tokens found in the prefix tree, reported with the first update.
+    """
+
+    request_id: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    error: str | None = None
+    status: int = 200
+    retry_after: float | None = None
+    prompt_start: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    cached: int = 0
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges and totals of the head after a step."""
+
+    step: int
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    free_slots: int
+    total_slots: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    ranks: list[int]
+
+
+class Results(Message, frozen=True):
+    """One message a step."""
+
+    epoch: Count
+    updates: list[SequenceUpdate]
+    stats: EngineStats
+
+
+class EpochReady(Message, frozen=True):
+    """The engine of this epoch accepts requests. `model` says what the frontend must know of it (limits, vocabulary, inputs)."""
+
+    epoch: Count
+    max_model_len: Count
+    vocab_size: Count
+    max_num_seqs: Count
+    stop_token_ids: list[int]
+    block_size: Count
+    world: Count
+    forward_mode: str
+    inputs: list[str]
+
+
+class EpochEnded(Message, frozen=True):
+    """The engine of this epoch gives no more results; `reason` is for health and logs."""
+
+    epoch: Count
+    reason: str
+    final: bool
+
+
+ToEngine = Submit | Abort | Mask
+ToFrontend = Results | EpochReady | EpochEnded
