@@ -39,11 +39,11 @@ class Communicator(Protocol):
     world: int
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum of every rank's `partial` (same shape and dtype), accumulated in float32 in rank order: the same bits on all ranks."""
+        """Sum of all ranks' `partial` (same shape and dtype), accumulated in float32 in rank order: the same bits everywhere."""
         ...
 
     def gather_to_head(self, shard: torch.Tensor) -> list[torch.Tensor] | None:
-        """Every rank's `shard` (same shape and dtype), in rank order, on rank 0; None elsewhere. A collective: all ranks call it."""
+        """All ranks' `shard` (same shape and dtype), in rank order, on rank 0; None elsewhere. Every rank calls it."""
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:

@@ -28,9 +28,9 @@ class HostBatch(NamedTuple):
 class ForwardBatch:
     """Rows of S sequences, concatenated in span order.
 
-    Span s owns rows `query_start[s] : query_start[s+1]`; they are the last rows of a sequence that has `seq_lens[s]` positions after
-    this forward, so its first row is at position `seq_lens[s] - (query_start[s+1] - query_start[s])`. Index tensors are int32 on the
-    model's device; `token_ids` is int64.
+    Span s owns rows `query_start[s] : query_start[s+1]`; they are the last rows of a sequence that has `seq_lens[s]` positions
+    after this forward, so its first row is at position `seq_lens[s] - (query_start[s+1] - query_start[s])`. Index tensors are int32 on
+    the model's device; `token_ids` is int64.
     """
 
     token_ids: torch.Tensor

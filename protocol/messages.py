@@ -166,3 +166,107 @@ class EpochEnded(Message, frozen=True):
 
 ToEngine = Submit | Abort | Mask
 ToFrontend = Results | EpochReady | EpochEnded
+
+
+# Supervisors, coordinator and engines
+
+
+class Join(Message, frozen=True):
+    """A supervisor asks to take part. `boot` is a nonce of this supervisor's life; `token` the shared secret."""
+
+    token: str
+    host: str
+    boot: str
+    rank: Count | None
+    device: str
+    package: str
+
+
+class Welcome(Message, frozen=True):
+    """The coordinator's answer: the rank, the world and the whole RuntimeConfig (as JSON). Supervisors hand it to their engine."""
+
+    rank: Count
+    world: Count
+    config: bytes
+
+
+class Refused(Message, frozen=True):
+    """The coordinator's other answer to JOIN."""
+
+    reason: str
+
+
+class Loaded(Message, frozen=True):
+    """A rank's engine has its weights and state."""
+
+    rank: Count
+
+
+class OpenEpoch(Message, frozen=True):
+    """The head's engine is to open a fresh rendezvous store and a listener for this epoch."""
+
+    epoch: Count
+    world: Count
+
+
+class EpochOpened(Message, frozen=True):
+    """The head's answer: where the store and the command links of this epoch listen (`host:port` or `unix:/path`)."""
+
+    epoch: Count
+    store: str
+    links: str
+
+
+class BeginEpoch(Message, frozen=True):
+    """Every engine connects, shakes hands and forms the communicators of this epoch."""
+
+    epoch: Count
+    world: Count
+    store: str
+    links: str
+
+
+class Ready(Message, frozen=True):
+    """This rank's engine executes commands of this epoch. The head's engine adds what the frontend must know."""
+
+    epoch: Count
+    rank: Count
+
+
+class EndEpoch(Message, frozen=True):
+    """The epoch is over; engines leave its communicators. `reason` says what was seen."""
+
+    epoch: Count
+    reason: str
+
+
+class Progress(Message, frozen=True):
+    """The last step a rank acknowledged, and the phase it is in."""
+
+    rank: Count
+    epoch: Count
+    step: Count
+    phase: str
+
+
+class Report(Message, frozen=True):
+    """A rank saw something wrong: evidence, not a decision. `scope` is "command" or "epoch"; `fatal` means restarting cannot help."""
+
+    rank: Count
+    epoch: Count
+    error: str
+    message: str
+    fatal: bool = False
+
+
+class Stop(Message, frozen=True):
+    """Drain for at most `grace` seconds, then end."""
+
+    reason: str
+    grace: float
+
+
+ToCoordinator = Join | Loaded | EpochOpened | Ready | Progress | Report | Stop
+ToSupervisor = Welcome | Refused | OpenEpoch | BeginEpoch | EndEpoch | Stop
+ToEngineControl = Welcome | OpenEpoch | BeginEpoch | EndEpoch | Stop
+FromEngineControl = Loaded | EpochOpened | Ready | Progress | Report | Stop
