@@ -5,13 +5,25 @@ Shape letters: T rows, S spans (sequences in this batch), B blocks in the longes
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from model.base import BatchError
+
 Array = np.ndarray
+
+
+class PieceRows(NamedTuple):
+    """A span of more than one row: its number, its rows `start .. stop - 1`, and its sequence's length after this forward."""
+
+    span: int
+    start: int
+    stop: int
+    seq_len: int
 
 
 class HostBatch(NamedTuple):
@@ -22,6 +34,10 @@ class HostBatch(NamedTuple):
     slots: Array
     max_query: int
     max_seq: int
+    pieces: tuple[PieceRows, ...] = ()
+    """The spans of more than one row, in span order."""
+    single_lens: Array = np.empty(0, dtype=np.int32)
+    """Sequence lengths of the spans of one row, in span order."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,8 +45,8 @@ class ForwardBatch:
     """Rows of S sequences, concatenated in span order.
 
     Span s owns rows `query_start[s] : query_start[s+1]`; they are the last rows of a sequence that has `seq_lens[s]` positions
-    after this forward, so its first row is at position `seq_lens[s] - (query_start[s+1] - query_start[s])`. Index tensors are int32 on
-    the model's device; `token_ids` is int64.
+    after this forward, so its first row is at position `seq_lens[s] - (query_start[s+1] - query_start[s])`. Index tensors are
+    int32 on the model's device unless they say otherwise; `token_ids` is int64.
     """
 
     token_ids: torch.Tensor
@@ -49,8 +65,16 @@ class ForwardBatch:
     """[S]: positions below it lie in shared blocks and are not written."""
     wanted_rows: torch.Tensor
     """[W] int64: the rows whose logits (or hidden states) are returned, in row order."""
+    kv_places: torch.Tensor
+    """[rows that are written] int64: where their keys and values go, in positions counted over all blocks."""
     host: HostBatch
     block_size: int
+    written_rows: torch.Tensor | None = None
+    """int64, the rows that `kv_places` are for; None when all rows are written."""
+    single_rows: torch.Tensor | None = None
+    """[spans of one row] int64, their rows; None when every span is one row."""
+    single_spans: torch.Tensor | None = None
+    """[spans of one row] int64, their span numbers; None when every span is one row."""
     adapter: torch.Tensor | None = None
     """[S] adapter ids, None when no adapter is loaded."""
     hidden_rows: bool = False
@@ -59,6 +83,63 @@ class ForwardBatch:
     """Layers whose output is captured for the wanted rows."""
     routing: bool = False
     """Record each MoE layer's expert choice, for DIGEST."""
+
+    @classmethod
+    def from_spans(
+        cls,
+        *,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        slots: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        kv_write_from: Sequence[int],
+        wanted_rows: Sequence[int],
+        token_ids: torch.Tensor,
+        block_size: int,
+        device: torch.device | str,
+    ) -> ForwardBatch:
+        """A batch of text rows from plain host data, one entry a span; all indices reach the device in one copy.
+
+        `token_ids` [T] int64 are on the device already. Raises BatchError for a span without rows or without blocks for its rows.
+        """
+        layout = _Layout.of(query_lens, seq_lens, block_tables, kv_write_from, block_size)
+        host = HostBatch(
+            query_start=layout.query_start,
+            seq_lens=layout.seq_lens,
+            slots=np.asarray(slots, dtype=np.int32),
+            max_query=int(layout.query_lens.max()),
+            max_seq=int(layout.seq_lens.max()),
+            pieces=layout.pieces(),
+            single_lens=layout.seq_lens[layout.query_lens == 1],
+        )
+        if len(host.slots) != len(layout.seq_lens) or token_ids.shape[0] != len(layout.positions):
+            raise BatchError(f"{len(host.slots)} slots and {token_ids.shape[0]} tokens for {len(layout.seq_lens)} spans")
+        every_single, every_written = host.max_query == 1, bool(layout.written.all())
+        singles = np.flatnonzero(layout.query_lens == 1)
+        packed = _Packed(device)
+        places = packed.long(layout.places[layout.written])
+        written = packed.long(np.flatnonzero(layout.written))
+        wanted = packed.long(wanted_rows)
+        single_rows, single_spans = packed.long(layout.query_start[singles]), packed.long(singles)
+        positions, starts, lens = packed.int(layout.positions), packed.int(layout.query_start), packed.int(layout.seq_lens)
+        in_slots, tables, write_from = packed.int(host.slots), packed.int(layout.tables.ravel()), packed.int(kv_write_from)
+        packed.send()
+        return cls(
+            token_ids=token_ids,
+            positions=positions(),
+            query_start=starts(),
+            slots=in_slots(),
+            seq_lens=lens(),
+            block_tables=tables().view(layout.tables.shape),
+            kv_write_from=write_from(),
+            wanted_rows=wanted(),
+            kv_places=places(),
+            host=host,
+            block_size=block_size,
+            written_rows=None if every_written else written(),
+            single_rows=None if every_single else single_rows(),
+            single_spans=None if every_single else single_spans(),
+        )
 
     @property
     def num_rows(self) -> int:
@@ -89,3 +170,85 @@ class ForwardOutput:
     routing: torch.Tensor | None = None
     """[moe layers, T, k] int32 expert numbers, when the batch asked for it."""
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Host arrays of a batch: `written` and `places` say for each row whether its keys and values are stored, and where."""
+
+    query_lens: Array
+    query_start: Array
+    seq_lens: Array
+    positions: Array
+    tables: Array
+    written: Array
+    places: Array
+
+    @classmethod
+    def of(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        kv_write_from: Sequence[int],
+        block_size: int,
+    ) -> _Layout:
+        queries, lens = np.asarray(query_lens, dtype=np.int32), np.asarray(seq_lens, dtype=np.int32)
+        if not len(queries) or not len(queries) == len(lens) == len(block_tables) == len(kv_write_from):
+            raise BatchError("a batch needs one entry a span in every list, and a span")
+        if queries.min() < 1 or (lens < queries).any():
+            raise BatchError("a span has no rows, or more rows than its sequence has positions")
+        blocks = -(-lens // block_size)
+        for span, (table, needed) in enumerate(zip(block_tables, blocks.tolist(), strict=True)):
+            if len(table) < needed:
+                raise BatchError(f"span {span} has {len(table)} blocks, its {lens[span]} positions need {needed}")
+        tables = np.zeros((len(lens), blocks.max()), dtype=np.int32)
+        for span, (table, needed) in enumerate(zip(block_tables, blocks.tolist(), strict=True)):
+            tables[span, :needed] = table[:needed]
+        start = np.zeros(len(queries) + 1, dtype=np.int32)
+        np.cumsum(queries, out=start[1:])
+        span_of_row = np.repeat(np.arange(len(queries)), queries)
+        positions = np.arange(start[-1], dtype=np.int32) + (lens - start[1:])[span_of_row]
+        places = tables[span_of_row, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        written = positions >= np.asarray(kv_write_from, dtype=np.int32)[span_of_row]
+        return cls(queries, start, lens, positions.astype(np.int32), tables, written, places)
+
+    def pieces(self) -> tuple[PieceRows, ...]:
+        """The spans of more than one row."""
+        starts, lens = self.query_start.tolist(), self.seq_lens.tolist()
+        return tuple(
+            PieceRows(span, starts[span], starts[span + 1], lens[span]) for span in np.flatnonzero(self.query_lens > 1).tolist()
+        )
+
+
+class _Packed:
+    """Index arrays that travel to the device in one copy: the 64-bit ones first, so that all are aligned."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._longs: list[Array] = []
+        self._ints: list[Array] = []
+        self._views: tuple[torch.Tensor, ...] = ()
+
+    def long(self, values: Array | Sequence[int]) -> Callable[[], torch.Tensor]:
+        """Add an array of int64; the answer gives its tensor once all are sent."""
+        self._longs.append(np.asarray(values, dtype=np.int64))
+        number = len(self._longs) - 1
+        return lambda: self._views[number]
+
+    def int(self, values: Array | Sequence[int]) -> Callable[[], torch.Tensor]:
+        """Add an array of int32; the answer gives its tensor once all are sent."""
+        self._ints.append(np.asarray(values, dtype=np.int32))
+        number = len(self._ints) - 1
+        return lambda: self._views[len(self._longs) + number]
+
+    def send(self) -> None:
+        """Copy everything and cut it up again."""
+        longs = np.concatenate(self._longs)
+        ints = np.concatenate(self._ints)
+        data = torch.from_numpy(np.concatenate((longs.view(np.int32), ints))).to(self._device, non_blocking=True)
+        wide = data[: 2 * len(longs)].view(torch.int64)
+        self._views = (
+            *wide.split([len(part) for part in self._longs]),
+            *data[2 * len(longs) :].split([len(part) for part in self._ints]),
+        )

@@ -26,7 +26,7 @@ class WeightMap:
     """All of a rank's reads, parameter by parameter, and which other tensors a folder may hold unread.
 
     `pieces[p]` covers parameter `p` wholly. `ignored` are name prefixes of tensors that this runtime knows and leaves (multi-token
-    prediction, vision tower, rotary buffers); `foreign` are full names that other ranks read, so that a surplus can be told from them.
+    prediction, vision tower, rotary buffers); `foreign` are full names that other ranks read, so that a surplus can be told apart.
     """
 
     pieces: dict[str, tuple[Piece, ...]]

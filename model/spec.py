@@ -70,8 +70,8 @@ class ModelSpec:
     """Sizes, layer kinds, cache layouts and limits of one model folder.
 
     `max_positions` is what the checkpoint's rotary embedding allows. `eos_token_ids` are the generation config's. `cut_points` is
-    the granularity at which a prompt may be chunked (1: anywhere); `single_chunk` models take a prompt in one piece; `max_verify_rows`
-    is the most rows of a VERIFY span (1: no speculation).
+    the granularity at which a prompt may be chunked (1: anywhere); `single_chunk` models take a prompt in one piece;
+    `max_verify_rows` is the most rows of a VERIFY span (1: no speculation).
     """
 
     architecture: str

@@ -6,7 +6,9 @@ of range are refused. `seq_id` (the slot, or the batch) and the token array trav
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -168,3 +170,18 @@ class Shutdown(Body, frozen=True):
 
     cmd: ClassVar[Cmd] = Cmd.SHUTDOWN
     per_slot: ClassVar[bool] = False
+
+
+BODIES: Mapping[int, type[Body]] = MappingProxyType(
+    {body.cmd: body for body in (Alloc, PrefillChunk, Decode, Mixed, Copy, Warm, Free, Digest, Ping, Shutdown)}
+)
+"""The commands in use, by code. The other codes of `Cmd` are reserved and refused by name."""
+
+
+def forward_command(spans: list[Span]) -> Forward:
+    """The one command for these spans: DECODE when each is one row, PREFILL_CHUNK when none is fed, MIXED otherwise."""
+    if all(span.length == 1 for span in spans):
+        return Decode(spans=spans)
+    if not any(span.fed for span in spans):
+        return PrefillChunk(spans=spans)
+    return Mixed(spans=spans)

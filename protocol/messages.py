@@ -250,7 +250,7 @@ class Progress(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """A rank saw something wrong: evidence, not a decision. `scope` is "command" or "epoch"; `fatal` means restarting cannot help."""
+    """A rank saw something wrong: evidence, not a decision. `fatal` means that restarting cannot help."""
 
     rank: Count
     epoch: Count

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from protocol.commands import Span
 from protocol.messages import SamplingParams, SequenceUpdate
 
+NEVER = sys.maxsize
+"""A step number or position that is never reached."""
+
+
+class SchedulerError(Exception):
+    """The caller broke the scheduler's contract, or an owner's books do not add up."""
+
+
+class SeqState(IntEnum):
+    """Where a sequence stands. WAITING and RUNNING ones may be planned; DRAINING ones wait for results and then queue again."""
+
+    WAITING = 0
+    RUNNING = 1
+    DRAINING = 2
+    FINISHED = 3
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
-    """Everything that bounds a plan. `max_batch_tokens` is the token budget of a step; `chunk_multiple` the model's cut points."""
+    """Everything that bounds a plan. `max_batch_tokens` is the token budget of a step; `chunk_multiple` the model's cut points.
+
+    ValueError when a running prompt could get no piece beside `max_slots - 1` decode rows.
+    """
 
     max_slots: int
     num_blocks: int
@@ -22,6 +43,21 @@ class SchedulerLimits:
     prefix_cache: bool = False
     chunk_multiple: int = 1
     single_chunk: bool = False
+    retry_after: float = 1.0
+    """Seconds that a refused request is told to wait."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_slots", "num_blocks", "block_size", "max_model_len", "chunk_multiple"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if self.max_queue < 0:
+            raise ValueError(f"max_queue is {self.max_queue}, it must not be negative")
+        least = self.max_slots + self.chunk_multiple - 1
+        if self.max_batch_tokens < least:
+            raise ValueError(
+                f"max_batch_tokens is {self.max_batch_tokens}; {self.max_slots} slots and chunks of {self.chunk_multiple} "
+                f"tokens need at least {least}"
+            )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -29,8 +65,8 @@ class Sequence:
     """One sequence from submission to its terminal event.
 
     `tokens` is prompt and generated tokens known on the host. `planned` counts positions already in launched or planned steps:
-    `planned - len(tokens)` rows beyond the known tokens are fed on the device (0 or 1). `in_flight` counts launched steps that name
-    the slot and whose results are unread.
+    `planned - len(tokens)` rows beyond the known tokens are fed on the device. `in_flight` counts planned and launched steps that
+    name the slot and whose results are unread. `emitted` counts updates given; `cached` is the prefix hit until one reports it.
     """
 
     request_id: str
@@ -48,6 +84,35 @@ class Sequence:
     emitted: int = 0
     aborted: bool = False
     cached: int = 0
+
+    state: SeqState = SeqState.WAITING
+    stops: frozenset[int] = frozenset()
+    """Token ids that end the sequence once `stop_from` tokens are known."""
+    stop_from: int = 0
+    token_limit: int = 0
+    """prompt_len + max_tokens."""
+    row_limit: int = 0
+    """Positions that are ever computed: the last token is sampled, never fed."""
+    prefill_len: int = 0
+    """Tokens known at admission: all of them are given, rows after them are fed."""
+    capacity: int = 0
+    """Positions that `blocks` hold."""
+    digests: list[bytes] = field(default_factory=list)
+    """Chained block digests: entry 0 is the root, entry i + 1 block i; grown when asked for."""
+    next_entry: int = NEVER
+    """Results up to this position complete the next block for the prefix tree."""
+    logprobs_from: int = NEVER
+    """First prompt position whose logprobs are asked for and unreported."""
+    void_from: int = NEVER
+    """Results of steps from this number on are void, because that step failed."""
+    failures: int = 0
+    """Failed batches it was in; see `admission.runs_alone`."""
+    requeued: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Scheduling order: lower priority value first, then arrival."""
+        return (self.priority, self.arrival)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +162,32 @@ class StepResult:
 
     plan: Plan
     spans: tuple[SpanResult, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepRecord:
+    """A plan with the sequences of its spans, kept until its results are read. `admitted` follows `allocs`."""
+
+    number: int
+    plan: Plan
+    sequences: tuple[Sequence, ...]
+    admitted: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerStats:
+    """Gauges and totals; the names are those of `EngineStats`. Evictable cached blocks count as free."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    free_slots: int
+    total_slots: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
 
 
 Update = SequenceUpdate

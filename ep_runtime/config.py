@@ -1,0 +1,185 @@
+"""The one runtime configuration: read once from flags, environment and a YAML file, frozen, sent to every process as JSON.
+
+Names that vLLM also has mean the same here. `None` means "chosen at start": `resolve` is the one place that chooses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+DEMO = "demo"
+"""Value of `model` that names the built-in demo checkpoint."""
+
+SECRETS = frozenset({"api_key", "token"})
+PER_PROCESS = SECRETS | {"model", "tokenizer", "threads", "host", "port", "log_level"}
+"""Fields that may differ between the processes of one server: folders lie elsewhere on another host, secrets stay in one place."""
+
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class RuntimeConfig(BaseModel):
+    """Everything that is decided before the first rank starts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    # What is served
+    model: str = Field(DEMO, min_length=1, description="model folder, ORG/NAME on the hub, or 'demo' for the built-in demo model")
+    served_model_name: str | None = Field(None, min_length=1, description="model name in the API; None: the model as given")
+    tokenizer: str | None = Field(None, min_length=1, description="folder with the tokenizer files; None: the model's")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="weights and activations; auto: the checkpoint's"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of the runtime's own random choices, dummy weights among them")
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights made on the device, for benchmarks")
+
+    # Sizes
+    max_model_len: Count | None = Field(None, description="longest sequence in tokens; None: what the model allows")
+    max_num_seqs: Count | None = Field(None, description="sequences that run at once; None: 256 on GPU, 16 on CPU")
+    max_num_batched_tokens: Count | None = Field(None, description="token budget of one step; None: 8192 on GPU, 512 on CPU")
+    block_size: int = Field(16, ge=1, le=256, description="tokens in one block of key/value cache")
+    num_blocks: Count | None = Field(None, description="blocks of key/value cache; None: derived from memory")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of device memory that the runtime may take")
+    max_queue: Count = Field(256, description="sequences that may wait before new ones get 429")
+    max_request_bytes: int = Field(4 * 2**20, ge=1024, description="largest HTTP request body in bytes")
+
+    # How it runs
+    forward_mode: Literal["reference", "eager", "graph"] | None = Field(None, description="how a forward runs; None: eager")
+    attention_layout: str = Field("replicated", description="where attention is computed: 'replicated' on every rank")
+    protocol: int = Field(2, ge=1, le=2, description="version of the command protocol; 1 is the one-sequence dialect")
+    enable_prefix_caching: bool = Field(False, description="reuse the blocks of common prompt beginnings")
+    threads: Count | None = Field(None, description="compute threads of each rank on the CPU; None: cores / ranks on the host")
+    digest_interval: int = Field(256, ge=0, description="steps between comparisons of all ranks' state; 0: never")
+
+    # HTTP
+    host: str = Field("127.0.0.1", min_length=1, description="address that the HTTP server binds")
+    port: int = Field(8000, ge=0, le=65535, description="port of the HTTP server; 0: any free one")
+    api_key: str | None = Field(None, min_length=1, description="required as a bearer token by every /v1 request")
+    cors_origins: tuple[str, ...] = Field((), description="origins that browsers may call from; none by default")
+    chat_template: str | None = Field(None, min_length=1, description="file with a chat template that replaces the model's")
+    tool_call_parser: str | None = Field(None, min_length=1, description="format of tool calls in the model's text; None: by model")
+    reasoning_parser: str | None = Field(None, min_length=1, description="format of reasoning in the model's text; None: by model")
+
+    # Ranks
+    world_size: Count | None = Field(None, description="ranks in all; None: what torchrun says, else 1")
+    coordinator_host: str | None = Field(
+        None, min_length=1, description="address where ranks of other hosts join; None: none when all ranks are on one host"
+    )
+    coordinator_port: int | None = Field(None, ge=1, le=65535, description="port where ranks join; None: MASTER_PORT + 1")
+    token: str | None = Field(None, min_length=16, description="secret that ranks of other hosts must present")
+
+    # Deadlines
+    rendezvous_timeout: Seconds = Field(300, description="seconds until every rank has joined")
+    handshake_timeout: Seconds = Field(60, description="seconds for the ranks of an epoch to connect and compare themselves")
+    load_timeout: Seconds = Field(3600, description="seconds for loading weights")
+    command_timeout: Seconds = Field(120, description="seconds for every rank to acknowledge a command")
+    drain_timeout: float = Field(15, ge=0, le=18, description="seconds that running requests get to finish after SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe messages that are printed")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        problems = contradictions(self)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def to_json(self) -> bytes:
+        """For another process of the same host. `without_secrets` first for one of another host."""
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Inverse of `to_json`; raises `pydantic.ValidationError`."""
+        return cls.model_validate_json(data)
+
+    def digest(self) -> str:
+        """What ranks compare in the handshake: a BLAKE2b hash over every field that must be equal on all of them."""
+        fields = self.model_dump(mode="json", exclude=set(PER_PROCESS))
+        return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def without_secrets(self) -> Self:
+        """A copy that may leave this host."""
+        return self.model_copy(update=dict.fromkeys(SECRETS))
+
+    def table(self) -> str:
+        """The configuration as printed at start, one `name: value` a line; secrets are shown as set or not."""
+        shown: dict[str, Any] = self.model_dump()
+        for name in sorted(SECRETS):
+            shown[name] = None if shown[name] is None else "(set)"
+        return "\n".join(f"  {name}: {value}" for name, value in shown.items())
+
+
+def contradictions(config: RuntimeConfig) -> list[str]:
+    """What cannot hold together, each naming both settings and their values."""
+    problems = []
+    slots, budget = config.max_num_seqs, config.max_num_batched_tokens
+    if config.attention_layout != "replicated":
+        problems.append(f"attention_layout {config.attention_layout!r} is not served; 'replicated' is")
+    if config.protocol == 1 and slots not in (None, 1):
+        problems.append(f"protocol 1 runs one sequence at a time, but max_num_seqs is {slots}")
+    if config.forward_mode == "graph" and config.device == "cpu":
+        problems.append("forward_mode graph needs CUDA graphs, but device is cpu")
+    if slots is not None and budget is not None and budget < slots:
+        problems.append(f"max_num_batched_tokens {budget} is less than max_num_seqs {slots}: a decode step could not hold them all")
+    if config.num_blocks is not None and config.max_model_len is not None:
+        room = config.num_blocks * config.block_size
+        if room < config.max_model_len:
+            problems.append(
+                f"num_blocks {config.num_blocks} of block_size {config.block_size} hold {room} tokens, "
+                f"fewer than max_model_len {config.max_model_len}"
+            )
+    if config.coordinator_host in ("0.0.0.0", "::"):
+        problems.append(f"coordinator_host {config.coordinator_host} is no address that the other hosts could connect to")
+    if config.coordinator_host is not None and config.token is None:
+        problems.append(f"coordinator_host {config.coordinator_host} lets other hosts join, but no token is set")
+    return problems
+
+
+class Facts(BaseModel):
+    """What the machine and the launcher say, read once by `ep_runtime.supervise.place`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gpus: int
+    cores: int
+    world: int = 1
+    local_world: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29500
+
+
+def resolve(config: RuntimeConfig, facts: Facts) -> RuntimeConfig:
+    """The configuration with every "chosen at start" that does not depend on the model filled in.
+
+    Raises `pydantic.ValidationError` when the result contradicts itself. What depends on the model (`max_model_len`,
+    `num_blocks`) is derived from its spec by the engines, alike on every rank; what depends on the host is left to `localise`.
+    """
+    device = config.device if config.device != "auto" else ("cuda" if facts.gpus else "cpu")
+    on_gpu = device == "cuda"
+    slots = config.max_num_seqs or (1 if config.protocol == 1 else 256 if on_gpu else 16)
+    world = config.world_size or facts.world
+    if world < facts.world:
+        raise ValueError(f"world_size {world} is less than the {facts.world} ranks that the launcher started")
+    one_host = world == facts.local_world and config.coordinator_host is None
+    chosen: dict[str, Any] = {
+        "device": device,
+        "served_model_name": config.served_model_name or config.model.rstrip("/"),
+        "max_num_seqs": slots,
+        "max_num_batched_tokens": config.max_num_batched_tokens or max(slots, 8192 if on_gpu else 512),
+        "forward_mode": config.forward_mode or "eager",
+        "world_size": world,
+        "coordinator_host": None if one_host else config.coordinator_host or facts.master_addr,
+        "coordinator_port": None if one_host else config.coordinator_port or facts.master_port + 1,
+    }
+    return RuntimeConfig.model_validate(config.model_dump() | chosen)
+
+
+def localise(config: RuntimeConfig, *, model: str, cores: int, local_world: int, token: str | None) -> RuntimeConfig:
+    """The head's configuration as this host's engine gets it: the model's folder here, and this host's share of cores."""
+    threads = config.threads or max(1, cores // local_world)
+    return config.model_copy(update={"model": model, "threads": threads, "token": token})

@@ -1,0 +1,88 @@
+"""Sending one command to every rank, running it here too, and judging all outcomes together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ep_runtime.engine.run_command import run_command
+from protocol.commands import Body, Forward, Shutdown
+from protocol.frame import decode, encode
+from protocol.verdict import Ok, judge, judge_votes, raise_outcome
+
+if TYPE_CHECKING:
+    from ep_runtime.engine.executor import Choose, Executor
+    from model.batch import ForwardOutput
+    from protocol.ack import Ack
+    from protocol.links import HeadLinks
+    from protocol.slots import SlotTable
+
+
+class Broadcaster:
+    """The head's end of an epoch: numbers the commands and holds the ranks to them."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        links: HeadLinks,
+        slots: SlotTable,
+        *,
+        epoch: int,
+        version: int,
+        deadline_s: float,
+    ) -> None:
+        self.step = 0
+        self.slots = slots
+        self.last_steps = [0] * executor.comm.world
+        self._executor = executor
+        self._links = links
+        self._epoch = epoch
+        self._version = version
+        self._deadline_s = deadline_s
+
+    def run(
+        self,
+        command: Body,
+        seq_id: int,
+        *,
+        tokens: Sequence[int] = (),
+        choose: Choose | None = None,
+        flags: int = 0,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Run one command on all ranks; returns when each has launched it.
+
+        Raises:
+            EpCommandFailed: it failed alike on every rank, was voted down before anything changed, or could not be sent at all.
+            EpLinkLost: the epoch is over.
+        """
+        array = np.asarray(tokens, dtype=np.int32)
+        data = encode(command, seq_id, array, epoch=self._epoch, step=self.step, version=self._version, flags=flags)
+        deadline = time.monotonic() + (deadline_s or self._deadline_s)
+        self._links.send(data, deadline)
+        step, self.step = self.step, self.step + 1
+        if isinstance(command, Shutdown):
+            self._links.collect(step, deadline, leaving=True)
+            return
+        frame = decode(data, version=self._version)
+        own, _ = run_command(
+            self._executor, frame, self.slots, choose or _never, lambda ballot: self._count_votes(ballot, step, deadline)
+        )
+        failed_at = time.monotonic() if own.failed else None
+        acks = [own, *self._links.collect(step, deadline, failed_at=failed_at)]
+        self.last_steps = [ack.step for ack in acks]
+        raise_outcome(judge(acks))
+
+    def _count_votes(self, ballot: Ack, step: int, deadline: float) -> bool:
+        outcome = judge_votes([ballot, *self._links.collect(step, deadline, vote=True)])
+        self._links.send_verdict(step, isinstance(outcome, Ok), deadline)
+        raise_outcome(outcome)
+        return True
+
+
+def _never(output: ForwardOutput, command: Forward) -> torch.Tensor:
+    raise AssertionError("a forward that samples was launched without a sampler")

@@ -1,0 +1,205 @@
+"""One epoch of one rank: links, handshake, communicator, state, and the loop that it runs.
+
+Both ends go the same way: connect the links, agree on the blocks of the cache, compare fingerprints, form the tensor group,
+allocate.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import msgspec
+import torch
+
+from ep_runtime.engine.broadcast import Broadcaster
+from ep_runtime.engine.comm import connect_store, form_group
+from ep_runtime.engine.executor import CountingCommunicator, Executor
+from ep_runtime.engine.rank import RankModel
+from ep_runtime.engine.worker import Worker
+from model.base import SingleRank
+from model.state.registry import StateRegistry
+from protocol.handshake import Fingerprint, head_handshake, worker_handshake
+from protocol.links import HeadLinks, WorkerLink
+from protocol.listener import Listener
+from protocol.messages import MESSAGES_VERSION
+from protocol.slots import SlotLimits, SlotTable
+
+log = logging.getLogger(__name__)
+
+DISTRIBUTION = "ep-runtime"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochPlace:
+    """Where an epoch meets. `store` is `host:port`, `links` an address of `protocol.address`; both empty in a world of one."""
+
+    epoch: int
+    world: int
+    store: str
+    links: str
+    token: str
+    host: str = "127.0.0.1"
+
+
+class CountedSingleRank(SingleRank):
+    """A world of one launches no collectives."""
+
+    launched = 0
+
+
+class RankEpoch:
+    """What one rank owns for one epoch. `close` tears it down, newest first."""
+
+    def __init__(self, rank: RankModel, place: EpochPlace, comm: CountingCommunicator, num_blocks: int) -> None:
+        config = rank.config
+        self.place = place
+        self.limits = SlotLimits(
+            max_slots=rank.plan.max_slots,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_length=rank.max_model_len,
+            max_rows=config.max_num_batched_tokens or 0,
+            world=place.world,
+            recurrent=not rank.spec.rewindable,
+        )
+        self.slots = SlotTable(self.limits)
+        self.state = StateRegistry(
+            rank.spec,
+            max_slots=self.limits.max_slots,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            dtype=rank.dtype,
+            device=rank.device,
+        )
+        self.executor = Executor(rank.loaded.model, self.state, comm, self.limits, rank.device)
+
+    def close(self) -> None:
+        """Free every slot and drop the state. Communicators are dropped with the last reference to the executor."""
+        self.slots.clear_all()
+        self.state.close()
+
+
+def open_head(
+    rank: RankModel, place: EpochPlace, listener: Listener | None, closed: Callable[[], bool]
+) -> tuple[RankEpoch, Broadcaster, HeadLinks]:
+    """The head's end of a new epoch; `listener` waits where `place.links` says, and is None in a world of one.
+
+    Raises:
+        EpLinkLost: a rank did not come, differs from the head, or was lost on the way.
+    """
+    config = rank.config
+    deadline = time.monotonic() + config.handshake_timeout
+    with ExitStack() as undo:
+        if listener is None:
+            links = HeadLinks([], place.epoch, closed)
+        else:
+            links = listener.accept(
+                world=place.world,
+                epoch=place.epoch,
+                token=place.token,
+                deadline=deadline,
+                closed=closed,
+                on_refused=log.warning,
+                version=config.protocol,
+            )
+        undo.callback(links.close)
+        offers = [rank.plan.num_blocks, *(msgspec.msgpack.decode(blob, type=int) for blob in links.collect_blobs(deadline))]
+        num_blocks = min(offers)
+        links.send_blob(msgspec.msgpack.encode(num_blocks), deadline)
+        head_handshake(links, own_fingerprint(rank, place, num_blocks), deadline)
+        comm = _communicator(rank, place)
+        epoch = RankEpoch(rank, place, comm, num_blocks)
+        undo.pop_all()
+    broadcaster = Broadcaster(
+        epoch.executor,
+        links,
+        epoch.slots,
+        epoch=place.epoch,
+        version=config.protocol,
+        deadline_s=config.command_timeout,
+    )
+    return epoch, broadcaster, links
+
+
+def open_worker(rank: RankModel, place: EpochPlace, closed: Callable[[], bool]) -> tuple[RankEpoch, Worker, WorkerLink]:
+    """A worker's end of a new epoch. Raises as `open_head`."""
+    config = rank.config
+    deadline = time.monotonic() + config.handshake_timeout
+    link = WorkerLink.connect(
+        place.links,
+        rank=rank.parallel.rank,
+        epoch=place.epoch,
+        token=place.token,
+        deadline=deadline,
+        closed=closed,
+        version=config.protocol,
+    )
+    with ExitStack() as undo:
+        undo.callback(link.close)
+        link.send_blob(msgspec.msgpack.encode(rank.plan.num_blocks), deadline)
+        num_blocks = msgspec.msgpack.decode(link.receive_blob(deadline), type=int)
+        worker_handshake(link, own_fingerprint(rank, place, num_blocks), deadline)
+        comm = _communicator(rank, place)
+        epoch = RankEpoch(rank, place, comm, num_blocks)
+        undo.pop_all()
+    return epoch, Worker(epoch.executor, link, version=config.protocol, device=rank.device), link
+
+
+def own_fingerprint(rank: RankModel, place: EpochPlace, num_blocks: int) -> Fingerprint:
+    """What this rank is, read from this process."""
+    nccl = torch.cuda.nccl.version() if rank.device.type == "cuda" else ()
+    return Fingerprint(
+        protocol_version=rank.config.protocol,
+        messages_version=MESSAGES_VERSION,
+        package=version(DISTRIBUTION),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        nccl=".".join(str(part) for part in nccl),
+        triton=_triton_version(),
+        config_hash=rank.config.digest(),
+        model_config_hash=rank.folder.config,
+        manifest_hash=rank.folder.manifest,
+        layout=rank.config.attention_layout,
+        world=place.world,
+        slots=rank.plan.max_slots,
+        blocks=num_blocks,
+        block_size=rank.config.block_size,
+        device=_device_kind(rank.device),
+        dtype=str(rank.dtype),
+        rank=rank.parallel.rank,
+        host=socket.gethostname(),
+    )
+
+
+def _communicator(rank: RankModel, place: EpochPlace) -> CountingCommunicator:
+    if place.world == 1:
+        return CountedSingleRank()
+    timeout = rank.config.handshake_timeout
+    store = connect_store(place.store, place.world, timeout)
+    return form_group(
+        store,
+        epoch=place.epoch,
+        rank=rank.parallel.rank,
+        world=place.world,
+        device=rank.device,
+        host=place.host,
+        timeout_s=rank.config.command_timeout,
+    )
+
+
+def _device_kind(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except ModuleNotFoundError:
+        return ""

@@ -1,0 +1,183 @@
+"""Runs one command on one rank: the same object on the head and on every worker.
+
+A command has two halves. `prepare` validates it against the mirrored slot table and changes nothing; `execute` applies the change
+and runs it. Everything here follows from the frame and from that table, so equal frames give equal collectives on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from model.base import Communicator
+from model.batch import ForwardBatch, ForwardOutput
+from protocol.commands import Alloc, Copy, Forward, Wanted, Warm
+from protocol.slots import Change, SequenceState, SlotLimits, SlotTable, apply, prepare, table_digest
+
+if TYPE_CHECKING:
+    from model.base import Model
+    from model.state.registry import StateRegistry
+    from protocol.frame import Frame
+
+
+class CountingCommunicator(Communicator, Protocol):
+    """A communicator that counts what it launched, so that ranks can compare."""
+
+    launched: int
+
+
+Choose = Callable[[ForwardOutput, Forward], torch.Tensor]
+"""Gives the sampled tokens `[n] int64` of a forward's sampled spans: real ones on the head, an empty buffer elsewhere."""
+
+RECORD_ROUTING = 1
+"""Preamble flag of a forward whose expert choices the next DIGEST covers."""
+
+
+class Executor:
+    """Owns the device side of one rank's slots: caches, recurrent state, and each slot's last sampled token."""
+
+    def __init__(
+        self,
+        model: Model,
+        state: StateRegistry,
+        comm: CountingCommunicator,
+        limits: SlotLimits,
+        device: torch.device,
+    ) -> None:
+        self.comm = comm
+        self.limits = limits
+        self._model = model
+        self._state = state
+        self._device = device
+        self._last_tokens = torch.zeros(limits.max_slots, dtype=torch.int64, device=device)
+        self._routing_digest = 0
+
+    def prepare(self, frame: Frame, slots: SlotTable) -> Change:
+        """Validate `frame`'s command against the slot table.
+
+        Raises:
+            EpCommandFailed: it cannot be run; nothing has changed.
+            EpDiverged: it does not continue the state that this rank has.
+        """
+        return prepare(frame.command, frame.preamble.seq_id, slots, self.limits)
+
+    @torch.inference_mode()
+    def execute(self, frame: Frame, change: Change, slots: SlotTable, choose: Choose) -> None:
+        """Apply `change` and run the command. The slot table moves first: it is host state in command order."""
+        command = frame.command
+        apply(change, slots)
+        match command:
+            case Forward():
+                self._forward(frame, command, slots, choose)
+            case Alloc():
+                self._state.zero_slot(frame.preamble.seq_id)
+            case Copy():
+                self._copy(frame.preamble.seq_id, command)
+            case Warm():
+                self._warm(command)
+            case _:
+                pass
+
+    def digest(self, slots: SlotTable) -> int:
+        """A u64 of the slot table, the live recurrent states and the last recorded routing: equal on ranks that agree."""
+        live = [(s.slot, s.length, tuple(s.blocks)) for s in slots if s is not None]
+        return table_digest(slots) ^ self._state.digest(live) ^ self._routing_digest
+
+    def _forward(self, frame: Frame, command: Forward, slots: SlotTable, choose: Choose) -> None:
+        batch = self._batch(command, frame.tokens, slots)
+        batch.routing = bool(frame.preamble.flags & RECORD_ROUTING)
+        output = self._model.forward(batch, self._state, self.comm)
+        if output.routing is not None:
+            self._routing_digest = _tensor_digest(output.routing)
+        sampled = [span.slot for span in command.spans if span.sampled]
+        if sampled:
+            tokens = choose(output, command)
+            self.comm.broadcast(tokens)
+            self._last_tokens[torch.tensor(sampled, device=self._device)] = tokens
+
+    def _batch(self, command: Forward, tokens: np.ndarray, slots: SlotTable) -> ForwardBatch:
+        spans = command.spans
+        lengths = np.fromiter((s.length for s in spans), dtype=np.int64, count=len(spans))
+        first_rows = np.cumsum(lengths) - lengths
+        token_ids, fed_rows, fed_slots = place_tokens(command, tokens, first_rows)
+        ids = torch.from_numpy(token_ids).to(self._device, non_blocking=True)
+        if fed_rows:
+            rows = torch.tensor(fed_rows, device=self._device)
+            ids[rows] = self._last_tokens[torch.tensor(fed_slots, device=self._device)]
+        states = [_active(slots, s.slot) for s in spans]
+        return ForwardBatch.from_spans(
+            query_lens=lengths.tolist(),
+            seq_lens=[s.start + s.length for s in spans],
+            slots=[s.slot for s in spans],
+            block_tables=[state.blocks for state in states],
+            kv_write_from=[state.shared_blocks * self.limits.block_size for state in states],
+            wanted_rows=wanted_rows(command, first_rows),
+            token_ids=ids,
+            block_size=self.limits.block_size,
+            device=self._device,
+        )
+
+    def _copy(self, target: int, command: Copy) -> None:
+        self._state.copy_slot(command.source, target)
+        self._state.copy_blocks(command.block_pairs)
+        self._last_tokens[target] = self._last_tokens[command.source]
+
+    def _warm(self, command: Warm) -> None:
+        """Connect the communicator before the first request needs it; eager forwards have nothing to capture."""
+        if command.buckets:
+            self.comm.broadcast(torch.zeros(max(command.buckets), dtype=torch.int64, device=self._device))
+
+
+def place_tokens(command: Forward, tokens: np.ndarray, first_rows: np.ndarray) -> tuple[np.ndarray, list[int], list[int]]:
+    """Lay out the given tokens over the rows.
+
+    Returns:
+        token ids `[T]` int64 with 0 at fed rows, the rows to feed, and the slots they are fed from.
+    """
+    total = sum(span.length for span in command.spans)
+    if len(tokens) == total:
+        return tokens.astype(np.int64), [], []
+    out = np.zeros(total, dtype=np.int64)
+    fed_rows: list[int] = []
+    fed_slots: list[int] = []
+    given = 0
+    for span, row in zip(command.spans, first_rows.tolist(), strict=True):
+        count = span.length - span.fed
+        if span.fed:
+            fed_rows.append(row)
+            fed_slots.append(span.slot)
+        out[row + span.fed : row + span.length] = tokens[given : given + count]
+        given += count
+    return out, fed_rows, fed_slots
+
+
+def wanted_rows(command: Forward, first_rows: np.ndarray) -> list[int]:
+    """The rows of the batch whose logits the command wants, in row order."""
+    rows: list[int] = []
+    for span, first in zip(command.spans, first_rows.tolist(), strict=True):
+        match span.wanted:
+            case Wanted.NONE:
+                pass
+            case Wanted.LAST:
+                rows.append(first + span.length - 1)
+            case Wanted.ALL:
+                rows.extend(range(first, first + span.length))
+            case offsets:
+                rows.extend(first + offset for offset in offsets)
+    return rows
+
+
+def _active(slots: SlotTable, slot: int) -> SequenceState:
+    state = slots[slot]
+    assert state is not None, f"slot {slot} passed prepare but is empty"
+    return state
+
+
+def _tensor_digest(tensor: torch.Tensor) -> int:
+    """Position-weighted checksum of an integer tensor, modulo 2**61, transferred once."""
+    flat = tensor.reshape(-1).to(torch.int64)
+    weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.int64)
+    return int(((flat + 1) * weights).sum().item()) & ((1 << 61) - 1)

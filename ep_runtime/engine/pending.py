@@ -1,0 +1,79 @@
+"""The results of a launched step: on their way from the device, then on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_runtime.engine.sampler import RowStatus, unpack
+from ep_runtime.engine.sampling.logprobs import LogprobRows, unpack_logprobs
+from ep_runtime.scheduler.core import Plan, SpanResult, StepResult
+
+if TYPE_CHECKING:
+    from ep_runtime.engine.sampler import Sampled
+    from ep_runtime.engine.step_sampling import RowToSample
+
+FAULTS = {
+    RowStatus.EMPTY: "no token is allowed at generated index {index}: grammar, logit_bias and min_tokens together exclude all",
+    RowStatus.NOT_FINITE: "the model's logits at generated index {index} are not finite",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Log-probabilities of the prompt tokens from position `start` on, of one span, with `count` alternatives each."""
+
+    span: int
+    start: int
+    count: int
+    rows: LogprobRows
+
+
+class PendingStep:
+    """One launched plan and what the device computes for it. Copies to the host start at once; `read` waits for nothing."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        sampled: Sampled | None = None,
+        rows: tuple[RowToSample, ...] = (),
+        prompt_rows: tuple[PromptRows, ...] = (),
+    ) -> None:
+        self.plan = plan
+        self._rows = rows
+        self._sampled = None if sampled is None else sampled.to_host_async()
+        self._prompt_rows = [PromptRows(p.span, p.start, p.count, p.rows.to_host_async()) for p in prompt_rows]
+        self._done: torch.cuda.Event | None = None
+        if sampled is not None and sampled.tokens.is_cuda:
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def ready(self) -> bool:
+        """True when the device is done and every copy has arrived."""
+        return self._done is None or self._done.query()
+
+    def read(self) -> tuple[StepResult, list[tuple[str, str]]]:
+        """The step's results, and the requests that must fail, each with a message (no usable token). Only when `ready`."""
+        sampled = unpack(self._sampled) if self._sampled is not None else []
+        by_span = {row.span: result for row, result in zip(self._rows, sampled, strict=True)}
+        prompts = {p.span: p for p in self._prompt_rows}
+        results = []
+        for number in range(len(self.plan.spans)):
+            result, prompt = by_span.get(number), prompts.get(number)
+            values = None if prompt is None else unpack_logprobs(prompt.rows, [prompt.count] * len(prompt.rows.ids))
+            results.append(
+                SpanResult(
+                    token=None if result is None else result.token,
+                    logprobs=None if result is None or result.logprobs is None else [result.logprobs],
+                    prompt_start=0 if prompt is None else prompt.start,
+                    prompt_logprobs=values,
+                )
+            )
+        failures = [
+            (row.request_id, FAULTS[result.status].format(index=row.index))
+            for row, result in zip(self._rows, sampled, strict=True)
+            if result.status is not RowStatus.OK
+        ]
+        return StepResult(plan=self.plan, spans=tuple(results)), failures

@@ -1,0 +1,86 @@
+"""One rank's engine before and between epochs: its device, its weights and what it can hold."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ep_runtime.config import RuntimeConfig
+from model.folder import Fingerprint as FolderFingerprint
+from model.folder import fingerprint, open_folder
+from model.loader import LoadedModel, prepare_model
+from model.memory import MemoryPlan, Needs, device_memory, plan_memory
+from model.parallel import Parallel
+from model.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankModel:
+    """A loaded rank: everything that outlives an epoch."""
+
+    config: RuntimeConfig
+    parallel: Parallel
+    device: torch.device
+    dtype: torch.dtype
+    loaded: LoadedModel
+    plan: MemoryPlan
+    max_model_len: int
+    folder: FolderFingerprint
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's spec."""
+        return self.loaded.spec
+
+
+def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *, local_ranks: int) -> RankModel:
+    """Plan memory, print the plan, then read this rank's weights.
+
+    Raises:
+        ModelError: the folder is not served, a tensor is at fault, or the plan does not fit; nothing has been read for the last.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif config.threads is not None:
+        torch.set_num_threads(config.threads)
+    folder = Path(config.model)
+    dtype = choose_dtype(config.dtype, open_folder(folder).config)
+    prepared = prepare_model(folder, parallel, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed)
+    max_model_len = config.max_model_len or prepared.spec.max_positions
+    needs = Needs(
+        dtype=str(dtype).removeprefix("torch."),
+        weight_bytes=prepared.weight_bytes,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens or 0,
+        max_model_len=max_model_len,
+        max_slots=config.max_num_seqs,
+        num_blocks=config.num_blocks,
+    )
+    plan = plan_memory(prepared.spec, needs, device_memory(device, local_ranks), config.gpu_memory_utilization)
+    log.info("memory plan of rank %d on %s:\n%s", parallel.rank, device, plan.table())
+    return RankModel(
+        config=config,
+        parallel=parallel,
+        device=device,
+        dtype=dtype,
+        loaded=prepared.load(),
+        plan=plan,
+        max_model_len=max_model_len,
+        folder=fingerprint(folder),
+    )
+
+
+def choose_dtype(asked: str, config_json: dict) -> torch.dtype:
+    """The dtype of weights and activations: what was asked, or for "auto" what config.json says, float32 where it says nothing."""
+    if asked != "auto":
+        return DTYPES[asked]
+    text = config_json.get("text_config", config_json)
+    named = str(text.get("dtype") or text.get("torch_dtype") or config_json.get("dtype") or "float32")
+    return DTYPES[named.removeprefix("torch.")]

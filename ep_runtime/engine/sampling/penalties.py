@@ -1,0 +1,82 @@
+"""Token counts of the slots that need them, on the device, and the penalties computed from them.
+
+Counts follow the sampled tokens on the device, so the next step's penalties see a token that the host has not read yet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ep_runtime.engine.sampling.staging import upload
+
+
+class PenaltyPool:
+    """Rows of counts, handed out to slots and grown by doubling up to `max_rows`.
+
+    A row is `generated` int32 [V] (how often each token was generated) and `prompted` bool [V] (whether the prompt holds it).
+    """
+
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.max_rows = max_rows
+        self.device = device
+        self.generated = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.prompted = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._free: list[int] = []
+        self.taken: set[int] = set()
+
+    def take(self, prompt: list[int], generated: list[int]) -> int:
+        """A row that holds these tokens. MemoryError when `max_rows` are taken."""
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self.taken.add(row)
+        ids, counts = np.unique(np.array(generated, np.int64), return_counts=True)
+        prompted = np.unique(np.array(prompt, np.int64))
+        prompt_ids, generated_ids, times = upload((prompted, ids, counts.astype(np.int32)), self.device)
+        self.prompted[row].zero_().index_fill_(0, prompt_ids, True)
+        self.generated[row].zero_().index_copy_(0, generated_ids, times)
+        return row
+
+    def give(self, row: int) -> None:
+        """Return a row."""
+        self.taken.remove(row)
+        self._free.append(row)
+
+    def check_integrity(self) -> None:
+        """Every row is either free or taken."""
+        rows = sorted([*self._free, *self.taken])
+        if rows != list(range(self.generated.shape[0])):
+            raise AssertionError(f"penalty rows {self._free} free and {sorted(self.taken)} taken of {self.generated.shape[0]}")
+
+    def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Add one to `tokens` [M] int64 of pool rows `rows` [M] int64."""
+        ones = torch.ones(rows.shape, dtype=torch.int32, device=self.device)
+        self.generated.view(-1).index_add_(0, rows * self.vocab_size + tokens, ones)
+
+    def penalise(
+        self, logits: torch.Tensor, rows: torch.Tensor, repetition: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor
+    ) -> torch.Tensor:
+        """`logits` [M, V] after the three penalties, float32 [M, 1] each, with the counts of pool rows `rows` [M].
+
+        Repetition (CTRL, Keskar et al. 2019, section 4.1) divides positive and multiplies negative logits of tokens that occur in
+        prompt or output; presence and frequency (OpenAI) are subtracted once, and once an occurrence, for tokens of the output.
+        """
+        counts = self.generated.index_select(0, rows)
+        produced = counts > 0
+        seen = produced | self.prompted.index_select(0, rows)
+        logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+        return logits - presence * produced - frequency * counts
+
+    def _grow(self) -> None:
+        old = self.generated.shape[0]
+        new = min(self.max_rows, max(1, 2 * old))
+        if new == old:
+            raise MemoryError(f"all {old} penalty rows are taken")
+        generated = torch.zeros(new, self.vocab_size, dtype=torch.int32, device=self.device)
+        prompted = torch.zeros(new, self.vocab_size, dtype=torch.bool, device=self.device)
+        generated[:old] = self.generated
+        prompted[:old] = self.prompted
+        self.generated, self.prompted = generated, prompted
+        self._free = list(range(new - 1, old - 1, -1))

@@ -1,0 +1,37 @@
+"""What the head derives once from the configuration and the model, before its first plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ep_runtime.scheduler.core import SchedulerLimits
+
+if TYPE_CHECKING:
+    from ep_runtime.engine.rank import RankModel
+    from protocol.slots import SlotLimits
+
+
+def scheduler_limits(rank: RankModel, limits: SlotLimits) -> SchedulerLimits:
+    """The scheduler's bounds: the slot table's, and what the model's spec and the configuration add."""
+    config, spec = rank.config, rank.spec
+    return SchedulerLimits(
+        max_slots=limits.max_slots,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        max_model_len=limits.max_length,
+        max_batch_tokens=limits.max_rows,
+        max_queue=config.max_queue,
+        eos_token_ids=spec.eos_token_ids,
+        prefix_cache=config.enable_prefix_caching and spec.rewindable,
+        chunk_multiple=spec.cut_points,
+        single_chunk=spec.single_chunk,
+    )
+
+
+def warm_buckets(rank: RankModel) -> list[int]:
+    """Row counts that WARM prepares: powers of two up to the slots."""
+    buckets, rows = [], 1
+    while rows < rank.plan.max_slots:
+        buckets.append(rows)
+        rows *= 2
+    return [*buckets, rank.plan.max_slots]

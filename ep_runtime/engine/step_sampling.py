@@ -1,0 +1,119 @@
+"""From one forward's logits to its sampled tokens and log-probabilities, on the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_runtime.engine.pending import PendingStep, PromptRows
+from protocol.commands import Forward, Span, Wanted
+
+if TYPE_CHECKING:
+    from ep_runtime.engine.requests import RequestTable
+    from ep_runtime.engine.sampler import Sampler
+    from ep_runtime.scheduler.core import Plan
+    from model.batch import ForwardOutput
+
+AwaitMasks = Callable[[list[tuple[str, int]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RowToSample:
+    """One token to sample: row `logit_row` of the forward's wanted rows, for generated index `index` of a request."""
+
+    span: int
+    slot: int
+    request_id: str
+    logit_row: int
+    index: int
+
+
+class StepSampling:
+    """The sampling of one launched plan: `choose` runs inside the forward command, `pending` is what is left to read."""
+
+    def __init__(self, plan: Plan, sampler: Sampler, requests: RequestTable, await_masks: AwaitMasks) -> None:
+        self._plan = plan
+        self._sampler = sampler
+        self._requests = requests
+        self._await_masks = await_masks
+        self._pending = PendingStep(plan)
+
+    def choose(self, output: ForwardOutput, command: Forward) -> torch.Tensor:
+        """Sample every sampled span's last row, in span order: `[n] int64` on the device."""
+        logits = output.logits
+        assert logits is not None, "the head's forward returns logits"
+        rows = sampled_rows(self._plan, self._prompt_lengths())
+        constrained = [(r.request_id, r.index) for r in rows if self._constrained(r.request_id)]
+        if constrained:
+            self._await_masks(constrained)
+        picked = logits if len(rows) == len(logits) else logits[torch.tensor([r.logit_row for r in rows], device=logits.device)]
+        masks = [self._requests.take_mask(r.request_id, r.index) for r in rows]
+        sampled = self._sampler.sample(picked, [r.slot for r in rows], [r.index for r in rows], masks)
+        self._pending = PendingStep(self._plan, sampled, tuple(rows), self._prompt_logprobs(logits))
+        return sampled.tokens
+
+    def pending(self) -> PendingStep:
+        """Everything the device computed for this plan, to be read later."""
+        return self._pending
+
+    def _constrained(self, request_id: str) -> bool:
+        request = self._requests.get(request_id)
+        return request is not None and request.sampling.grammar
+
+    def _prompt_lengths(self) -> list[int]:
+        """Prompt length of each span's request; one that is over has its row sampled and discarded, at any index."""
+        requests = (self._requests.get(owner) for owner in self._plan.owners)
+        return [len(r.prompt) if r is not None else 0 for r in requests]
+
+    def _prompt_logprobs(self, logits: torch.Tensor) -> tuple[PromptRows, ...]:
+        found = []
+        for number, (span, first) in enumerate(zip(self._plan.spans, first_wanted(self._plan.spans), strict=True)):
+            if span.wanted is not Wanted.ALL:
+                continue
+            request = self._requests.get(self._plan.owners[number])
+            if request is None or request.sampling.prompt_logprobs is None:
+                continue
+            targets = request.prompt[span.start + 1 : span.start + span.length + 1]
+            if not targets:
+                continue
+            rows = logits[first : first + len(targets)]
+            ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+            count = request.sampling.prompt_logprobs
+            found.append(PromptRows(number, span.start + 1, count, self._sampler.prompt_logprobs(rows, ids, count)))
+        return tuple(found)
+
+
+def count_wanted(span: Span) -> int:
+    """How many rows of `span` want logits."""
+    match span.wanted:
+        case Wanted.NONE:
+            return 0
+        case Wanted.LAST:
+            return 1
+        case Wanted.ALL:
+            return span.length
+        case offsets:
+            return len(offsets)
+
+
+def first_wanted(spans: tuple[Span, ...]) -> list[int]:
+    """For each span, the index of its first row among the forward's wanted rows."""
+    firsts, total = [], 0
+    for span in spans:
+        firsts.append(total)
+        total += count_wanted(span)
+    return firsts
+
+
+def sampled_rows(plan: Plan, prompt_lengths: list[int]) -> list[RowToSample]:
+    """The rows to sample, in span order: each sampled span's last wanted row."""
+    rows = []
+    for number, (span, first) in enumerate(zip(plan.spans, first_wanted(plan.spans), strict=True)):
+        if span.sampled:
+            last = first + count_wanted(span) - 1
+            index = max(0, span.start + span.length - prompt_lengths[number])
+            rows.append(RowToSample(number, span.slot, plan.owners[number], last, index))
+    return rows

@@ -1,0 +1,82 @@
+"""The worker's loop: receive one command, run it, answer."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_runtime.engine.run_command import run_command
+from protocol.ack import FATAL_CODES, Ack, AckStatus, error_code
+from protocol.commands import Forward, Shutdown
+from protocol.errors import EpCommandFailed, EpLinkLost, EpRankFailed
+from protocol.frame import decode, expect
+
+if TYPE_CHECKING:
+    from ep_runtime.engine.executor import Executor
+    from model.batch import ForwardOutput
+    from protocol.links import WorkerLink
+    from protocol.slots import SlotTable
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """One rank's end of an epoch. It takes no decision: what it does follows from the frames."""
+
+    def __init__(self, executor: Executor, link: WorkerLink, *, version: int, device: torch.device) -> None:
+        self.step = 0
+        self._executor = executor
+        self._link = link
+        self._version = version
+        self._device = device
+
+    def ep_worker_step(self, slots: SlotTable) -> bool:
+        """Receive one command, run it, acknowledge it. False on SHUTDOWN.
+
+        Raises:
+            EpCommandFailed: the command ran and failed; it is acknowledged, and the next one may follow.
+            EpLinkLost: everything else; the epoch is over for this rank.
+        """
+        frame = decode(self._link.receive(), version=self._version)
+        expect(frame, epoch=self._link.epoch, step=self.step)
+        step, self.step = self.step, self.step + 1
+        if isinstance(frame.command, Shutdown):
+            self._link.ack(Ack(self._link.rank, self._link.epoch, step, AckStatus.OK))
+            return False
+        ack, error = run_command(self._executor, frame, slots, self._await_tokens, self._vote)
+        if ack.status in (AckStatus.OK, AckStatus.FAILED):
+            self._link.ack(ack)
+        if error is not None or ack.status not in (AckStatus.OK, AckStatus.FAILED):
+            raise scoped(error, step)
+        return True
+
+    def run(self, slots: SlotTable) -> None:
+        """Serve commands until SHUTDOWN."""
+        while True:
+            try:
+                if not self.ep_worker_step(slots):
+                    return
+            except EpCommandFailed as error:
+                log.warning("rank %d: %s", self._link.rank, error)
+
+    def _vote(self, ballot: Ack) -> bool:
+        self._link.ack(ballot)
+        return self._link.verdict(ballot.step)
+
+    def _await_tokens(self, output: ForwardOutput, command: Forward) -> torch.Tensor:
+        """Room for the tokens that the head's broadcast brings."""
+        return torch.empty(sum(span.sampled for span in command.spans), dtype=torch.int64, device=self._device)
+
+
+def scoped(error: Exception | None, step: int) -> EpCommandFailed | EpLinkLost:
+    """The error of a failed step, by scope: what may have happened alike on every rank, or what ends the epoch for this one."""
+    if isinstance(error, EpCommandFailed | EpLinkLost):
+        return error
+    if error is None:
+        return EpCommandFailed(f"step {step} was voted down by another rank")
+    kind = EpRankFailed if error_code(error) in FATAL_CODES else EpCommandFailed
+    scoped_error = kind(f"step {step}: {type(error).__name__}: {error}")
+    scoped_error.__cause__ = error
+    return scoped_error

@@ -1,0 +1,163 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ep_runtime.frontend.api.answer import answer
+from ep_runtime.frontend.api.chat_answer import ChatCompletion, ChatWriter
+from ep_runtime.frontend.api.chat_schema import ChatRequest, Message, NamedToolChoice
+from ep_runtime.frontend.api.errors import GENERATION_ERRORS, ApiError
+from ep_runtime.frontend.api.strict_json import StrictRoute
+from ep_runtime.frontend.choice import Choice
+from ep_runtime.frontend.context import Frontend, frontend_of
+from ep_runtime.frontend.generation import Generation
+from ep_runtime.frontend.grammar_driver import GrammarDriver
+from ep_runtime.frontend.reasoning_gate import MaskSource
+from ep_runtime.frontend.sampling import derive_seed, draw_seed, sampling_params, token_budget
+from ep_runtime.frontend.text_stack import OutputRules, RenderedPrompt
+from protocol.messages import SamplingParams, Submit
+
+router = APIRouter(tags=["generation"], route_class=StrictRoute)
+
+STREAM_CONTENT: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses={**GENERATION_ERRORS, 200: {"description": "The answer, or with `stream` its server-sent events", **STREAM_CONTENT}},
+)
+async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
+    """Answer a conversation."""
+    front = frontend_of(request)
+    front.check_model(body.model)
+    check_tools_served(front, body)
+    info = front.open_engine()
+    prompt = await render(front, body)
+    budget = token_budget(len(prompt.ids), body.token_limit, info.max_model_len)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    seed = draw_seed() if body.seed is None else body.seed
+    sampling = [
+        sampling_params(
+            body,
+            seed=derive_seed(seed, index),
+            max_tokens=budget,
+            vocab_size=info.vocab_size,
+            logprobs=top,
+            prompt_logprobs=body.prompt_logprobs if index == 0 else None,
+            grammar=body.forces_tool or is_constrained(body),
+        )
+        for index in range(body.n)
+    ]
+    front.admit(info, body.n)
+    grammars = [await make_grammar(front, body, prompt) for _ in range(body.n)]
+    # Time has passed in threads: what was checked at the start must still hold.
+    front.open_engine()
+    front.admit(info, body.n)
+    return await run(request, front, body, prompt, sampling, grammars)
+
+
+async def run(
+    request: Request,
+    front: Frontend,
+    body: ChatRequest,
+    prompt: RenderedPrompt,
+    sampling: list[SamplingParams],
+    grammars: list[tuple[MaskSource, bytes] | None],
+) -> Response:
+    """Start the sequences and answer with what they give."""
+    group = f"chatcmpl-{uuid.uuid4().hex}"
+    choices = [Choice(index, front.text.parts(prompt, output_rules(body))) for index in range(body.n)]
+    submits = [
+        Submit(
+            request_id=f"{group}-{index}",
+            group=group,
+            prompt=prompt.ids,
+            sampling=params,
+            priority=body.priority,
+            mask=b"" if grammar is None else grammar[1],
+        )
+        for index, (params, grammar) in enumerate(zip(sampling, grammars, strict=True))
+    ]
+    writer = ChatWriter(
+        head={"id": group, "created": int(time.time()), "model": body.model or front.model_name},
+        tokenizer=front.text.tokenizer,
+        prompt=prompt.ids,
+        choices=choices,
+        top=sampling[0].logprobs,
+        token_ids=body.return_token_ids,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+    )
+    generation = Generation(front.engine, front.metrics, front.config.stream_buffer_bytes if body.stream else None)
+    drivers = [None if grammar is None else GrammarDriver(grammar[0], front.text.pool) for grammar in grammars]
+    generation.start(submits, choices, drivers)
+    return await answer(request, front, generation, writer, body.stream, group)
+
+
+async def render(front: Frontend, body: ChatRequest) -> RenderedPrompt:
+    """The prompt that the chat template writes."""
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    generate = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    prompt = await front.text.render(
+        plain_messages(body.messages),
+        tools=body.active_tools,
+        add_generation_prompt=generate,
+        continue_final_message=body.continue_final_message,
+        kwargs=kwargs,
+        add_special_tokens=body.add_special_tokens,
+    )
+    if not prompt.ids:
+        raise ApiError(400, "The rendered prompt is empty", param="messages")
+    return prompt
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as the template side takes them, without the fields that are accepted and not used."""
+    return [message.model_dump(exclude_none=True, exclude={"refusal", "annotations"}) for message in messages]
+
+
+def check_tools_served(front: Frontend, body: ChatRequest) -> None:
+    """400 when tools are offered to a model whose output is not searched for calls: they would be lost in silence."""
+    if body.active_tools and front.text.tool_parser_name == "none":
+        raise ApiError(400, "tools are not supported by this model's chat template", param="tools", code="tools_unsupported")
+
+
+def is_constrained(body: ChatRequest) -> bool:
+    """True when response_format asks for JSON."""
+    return body.response_format is not None and body.response_format.type != "text"
+
+
+def output_rules(body: ChatRequest) -> OutputRules:
+    """How the answer is cut up. A forced function ends with `stop`, as in OpenAI's API."""
+    return OutputRules(
+        stops=body.stops,
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        min_tokens=body.min_tokens,
+        reasoning=True,
+        tools=body.active_tools or None,
+        single_tool_call=body.parallel_tool_calls is False,
+        tool_finish="stop" if isinstance(body.tool_choice, NamedToolChoice) else "tool_calls",
+    )
+
+
+async def make_grammar(front: Frontend, body: ChatRequest, prompt: RenderedPrompt) -> tuple[MaskSource, bytes] | None:
+    """The grammar of one sample with its first mask, None for free text."""
+    if body.forces_tool:
+        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedToolChoice) else "required"
+        grammar = await front.text.tool_grammar(body.active_tools, choice, prompt, body.parallel_tool_calls is not False)
+    elif body.response_format is None or body.response_format.type == "text":
+        return None
+    else:
+        schema = body.response_format.json_schema.schema_ if body.response_format.type == "json_schema" else None
+        grammar = await front.text.response_grammar(schema, prompt, reasoning=True)
+    return grammar, await front.text.first_mask(grammar)

@@ -1,0 +1,196 @@
+"""Answers of /v1/chat/completions: their models (for the OpenAPI document) and the writer of chunks and bodies."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from ep_runtime.frontend.api.answer import usage
+from ep_runtime.frontend.api.common_schema import Usage
+from ep_runtime.frontend.api.logprobs import chat_entry, prompt_entries
+from ep_runtime.frontend.choice import Choice, ChoiceDelta
+from ep_runtime.frontend.text.tokenizer import Tokenizer
+from ep_runtime.frontend.text.tools import ToolCallDelta
+
+
+class ChatFunctionCall(BaseModel):
+    """The function that the model calls; `arguments` is JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(BaseModel):
+    """One call."""
+
+    id: str
+    type: Literal["function"]
+    function: ChatFunctionCall
+
+
+class ChatMessage(BaseModel):
+    """The answer. `content` is null when it is tool calls alone."""
+
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ChatToolCall] | None = None
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One sample."""
+
+    index: int
+    message: ChatMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """Body of an answer that is not streamed."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class ChatWriter:
+    """Formats one request's deltas. `top` is the number of alternatives, None for no logprobs."""
+
+    def __init__(
+        self,
+        *,
+        head: dict[str, Any],
+        tokenizer: Tokenizer,
+        prompt: list[int],
+        choices: list[Choice],
+        top: int | None,
+        token_ids: bool,
+        prompt_logprobs: bool,
+        include_usage: bool,
+    ) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._choices = choices
+        self._top = top
+        self._token_ids = token_ids
+        self._prompt_logprobs = prompt_logprobs
+        self._include_usage = include_usage
+        self._begun: set[int] = set()
+        self._parts: list[list[ChoiceDelta]] = [[] for _ in choices]
+
+    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        """Nothing for an update that shows nothing; the role first, once a choice."""
+        message = delta_message(delta)
+        if not message and delta.finish is None and not (delta.token_ids and (self._token_ids or self._top is not None)):
+            return []
+        events = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            events.append(self._chunk({"index": delta.index, "delta": {"role": "assistant", "content": ""}}))
+            if self._token_ids and len(self._begun) == 1:
+                events[0]["prompt_token_ids"] = self._prompt
+        choice: dict[str, Any] = {"index": delta.index, "delta": message, "finish_reason": delta.finish}
+        if self._top is not None:
+            choice["logprobs"] = self._logprobs([delta])
+        if self._token_ids:
+            choice["token_ids"] = delta.token_ids
+        if delta.finish is not None:
+            choice["stop_reason"] = delta.stop_reason
+        events.append(self._chunk(choice))
+        return events
+
+    def closing(self) -> list[dict[str, Any]]:
+        """The usage, when asked for."""
+        if not self._include_usage:
+            return []
+        return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage([self._prompt], self._choices)}]
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Keep a delta for `whole`."""
+        self._parts[delta.index].append(delta)
+
+    def whole(self) -> dict[str, Any]:
+        """A ChatCompletion as plain data."""
+        body = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._choice(index, deltas) for index, deltas in enumerate(self._parts)],
+            "usage": usage([self._prompt], self._choices),
+        }
+        if self._token_ids:
+            body["prompt_token_ids"] = self._prompt
+        if self._prompt_logprobs:
+            body["prompt_logprobs"] = prompt_entries(self._tokenizer, self._prompt, self._choices[0].prompt_logprobs)
+        return body
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [{"logprobs": None, "finish_reason": None, **choice}]}
+        if self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _logprobs(self, deltas: list[ChoiceDelta]) -> dict[str, Any]:
+        top = self._top or 0
+        pairs = [pair for delta in deltas for pair in zip(delta.token_ids, delta.logprobs, strict=True)]
+        return {"content": [chat_entry(self._tokenizer, token, entry, top) for token, entry in pairs], "refusal": None}
+
+    def _choice(self, index: int, deltas: list[ChoiceDelta]) -> dict[str, Any]:
+        content = "".join(delta.content for delta in deltas)
+        reasoning = "".join(delta.reasoning for delta in deltas)
+        calls = join_calls([call for delta in deltas for call in delta.tool_calls])
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": None if self._top is None else self._logprobs(deltas),
+            "finish_reason": deltas[-1].finish,
+            "stop_reason": deltas[-1].stop_reason,
+        }
+        if self._token_ids:
+            choice["token_ids"] = [token for delta in deltas for token in delta.token_ids]
+        return choice
+
+
+def delta_message(delta: ChoiceDelta) -> dict[str, Any]:
+    """The `delta` object of a chunk, without its empty fields."""
+    message: dict[str, Any] = {}
+    if delta.content:
+        message["content"] = delta.content
+    if delta.reasoning:
+        message["reasoning_content"] = delta.reasoning
+    if delta.tool_calls:
+        message["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+    return message
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments}
+    if call.name is None:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
+
+
+def join_calls(deltas: list[ToolCallDelta]) -> list[dict[str, Any]]:
+    """Whole calls from their pieces, in order of index."""
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        if delta.index not in calls:
+            function = {"name": delta.name, "arguments": ""}
+            calls[delta.index] = {"id": delta.id, "type": "function", "function": function}
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    return [calls[index] for index in sorted(calls)]

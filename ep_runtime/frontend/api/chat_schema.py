@@ -1,0 +1,225 @@
+"""Models of /v1/chat/completions requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ep_runtime.frontend.api.common_schema import MAX_LOGPROBS, SamplingFields, StrictModel, refuse
+
+FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+
+
+class TextPart(StrictModel):
+    """A piece of text in a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _only_text(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise refuse("messages", f"content parts of type {kind[:40]!r} are not supported: the model takes text")
+    return part
+
+
+Part = Annotated[TextPart, BeforeValidator(_only_text)]
+Content = str | Annotated[list[Part], Field(min_length=1)]
+
+
+class SystemMessage(StrictModel):
+    """Instructions; `developer` is OpenAI's newer word for `system`."""
+
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(StrictModel):
+    """What the user says."""
+
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class CalledFunction(StrictModel):
+    """A function's name and its arguments, a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(StrictModel):
+    """A call that the assistant made in an earlier turn."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class AssistantMessage(StrictModel):
+    """An earlier answer, as this server gives it."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    refusal: str | None = Field(default=None, description="Accepted and not used")
+    annotations: list[Any] | None = Field(default=None, description="Accepted and not used")
+    audio: None = None
+    function_call: None = None
+
+
+class ToolMessage(StrictModel):
+    """What a called function returned."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class FunctionDefinition(StrictModel):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(StrictModel):
+    """Names one of the functions in `tools`."""
+
+    name: str
+
+
+class NamedToolChoice(StrictModel):
+    """Forces a call of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TextFormat(StrictModel):
+    """Free text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(StrictModel):
+    """A named JSON schema."""
+
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(StrictModel):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class ChatRequest(SamplingFields):
+    """Body of POST /v1/chat/completions."""
+
+    unsupported: ClassVar[dict[str, str]] = {
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "audio": "the server answers with text",
+        "web_search_options": "the server has no search",
+        "best_of": "ask for n and choose",
+        "suffix": "the model does not fill in",
+        "echo": "use /v1/completions",
+        "use_beam_search": "sampling is the only search",
+        "length_penalty": "sampling is the only search",
+    }
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="false keeps the first call alone")
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = Field(default=False, description="The template usually writes them itself")
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(default=None, description="Given to the chat template")
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = Field(default=None, description="Accepted and not used")
+    verbosity: str | None = Field(default=None, description="Accepted and not used")
+
+    @model_validator(mode="after")
+    def _refuse_chat_contradictions(self) -> ChatRequest:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise refuse("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refuse("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refuse("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise refuse("continue_final_message", "continue_final_message needs an assistant message at the end of messages")
+        self._check_tools()
+        return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) != len(names):
+            raise refuse("tools", "two tools have the same name")
+        if self.tool_choice not in (None, "none") and not names:
+            raise refuse("tool_choice", "tool_choice is only allowed when tools are given")
+        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names:
+            raise refuse("tool_choice", f"tool_choice names {self.tool_choice.function.name[:64]!r}, which is not in tools")
+        constrained = self.response_format is not None and self.response_format.type != "text"
+        if constrained and names and self.tool_choice != "none":
+            raise refuse("response_format", "response_format and tools exclude each other unless tool_choice is none")
+        if self.ignore_eos and (constrained or self.forces_tool):
+            raise refuse("ignore_eos", "ignore_eos contradicts an output whose grammar ends")
+
+    @property
+    def forces_tool(self) -> bool:
+        """True when the answer must be a tool call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
+
+    @property
+    def active_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of, as plain data; none when tool_choice forbids calls."""
+        if not self.tools or self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    @property
+    def token_limit(self) -> int | None:
+        """max_completion_tokens or its older name."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -1,0 +1,109 @@
+"""What requests of both generation endpoints share: strict models, sampling fields, usage, token limits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def refuse(param: str, message: str) -> PydanticCustomError:
+    """A validation error that names `param` itself. Braces in texts of ours would be taken for format fields."""
+    return PydanticCustomError("refused", "{reason}", {"param": param, "reason": message})
+
+
+class StrictModel(BaseModel):
+    """No unknown fields, no silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(StrictModel):
+    """What a stream carries beside its choices."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = Field(default=None, description="Accepted; nothing is obfuscated")
+
+
+class SamplingFields(StrictModel):
+    """How tokens are chosen and when they end, by OpenAI's names and vLLM's."""
+
+    unsupported: ClassVar[dict[str, str]] = {}
+
+    model: str | None = Field(default=None, description="A served name; the server's own when absent")
+    n: int = Field(default=1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_k: int = Field(default=0, ge=-1, le=2**31 - 1, description="0 and -1 are off")
+    min_p: Finite = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: Finite = Field(default=1.0, gt=0, le=10)
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0, le=2**31 - 1)
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+    priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1, description="Lower runs first")
+
+    user: str | None = Field(default=None, description="Accepted and not used")
+    metadata: dict[str, Any] | None = Field(default=None, description="Accepted and not used")
+    store: bool | None = Field(default=None, description="Accepted; nothing is stored")
+    service_tier: str | None = Field(default=None, description="Accepted and not used")
+    safety_identifier: str | None = Field(default=None, description="Accepted and not used")
+    prompt_cache_key: str | None = Field(default=None, description="Accepted and not used")
+    prompt_cache_retention: str | None = Field(default=None, description="Accepted and not used")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name, reason in cls.unsupported.items():
+                if data.get(name) is not None:
+                    raise refuse(name, f"{name} is not supported: {reason}")
+            return {key: value for key, value in data.items() if key not in cls.unsupported}
+        return data
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options", "stream_options is only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise refuse("prompt_logprobs", "prompt_logprobs is not available when stream is true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class PromptTokensDetails(BaseModel):
+    """Part of the prompt that was found in the prefix tree."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails

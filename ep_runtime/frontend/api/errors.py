@@ -1,0 +1,141 @@
+"""OpenAI's error format for every failure: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+log = logging.getLogger(__name__)
+
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ABSENT = ("missing", "extra_forbidden")
+
+
+class ErrorBody(BaseModel):
+    """What went wrong. `param` names the offending field, where there is one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorBody
+
+
+class ApiError(HTTPException):
+    """An answer other than success. `retry_after` is in seconds and becomes the header."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: float | None = None
+    ) -> None:
+        headers = None if retry_after is None else {"Retry-After": str(max(1, math.ceil(retry_after)))}
+        super().__init__(status, message, headers)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+def error_type(status: int) -> str:
+    """OpenAI's word for a status."""
+    return ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def error_dict(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The error body as plain data; also the payload of an error event inside a stream."""
+    return {"error": {"message": message, "type": error_type(status), "param": param, "code": code}}
+
+
+def error_response(error: ApiError) -> Response:
+    """The HTTP answer for an error."""
+    body = error_dict(error.status_code, error.message, error.param, error.code)
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+def locate(loc: Sequence[int | str], body: object, kind: str) -> str | None:
+    """The dotted path of a validation error inside the request body, without the tags of union branches."""
+    path: list[str] = []
+    here: Any = body
+    for step in loc:
+        in_list = isinstance(here, list) and isinstance(step, int) and 0 <= step < len(here)
+        if in_list or (isinstance(here, Mapping) and step in here):
+            here = here[step]
+        elif not (isinstance(here, Mapping) and kind in ABSENT and step == loc[-1]):
+            continue
+        path.append(str(step))
+    return ".".join(path) or None
+
+
+def describe_validation(error: RequestValidationError) -> tuple[str, str | None]:
+    """Message and `param` of the first field that failed; the branches of a union are told together."""
+    found: list[tuple[str | None, str]] = []
+    for item in error.errors():
+        loc = [step for step in item["loc"] if step not in ("body", "query", "path")]
+        param = item.get("ctx", {}).get("param") or locate(loc, error.body, item["type"])
+        found.append((param, item["msg"]))
+    param = found[0][0]
+    messages = dict.fromkeys(message for other, message in found if other == param)
+    text = "; or: ".join(list(messages)[:4])
+    return (text if param is None or param in text else f"{param}: {text}"), param
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """ApiError as it says; the framework's own 404 and 405 in the same format."""
+    if isinstance(error, ApiError):
+        return error_response(error)
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    return JSONResponse(error_dict(error.status_code, f"{error.detail}: {where}"), error.status_code, headers=error.headers)
+
+
+async def on_validation_error(request: Request, error: Exception) -> Response:
+    """A request that does not fit its model: 400 that names the field."""
+    assert isinstance(error, RequestValidationError)
+    message, param = describe_validation(error)
+    return JSONResponse(error_dict(400, message, param), 400)
+
+
+async def on_unexpected(request: Request, error: Exception) -> Response:
+    """A bug of ours: 500 without details; the server's log has the traceback."""
+    log.error("unexpected error in %s %s: %s", request.method, request.url.path, type(error).__name__)
+    return JSONResponse(error_dict(500, "internal error"), 500)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every error of `app` speak one format."""
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(Exception, on_unexpected)
+
+
+DESCRIPTIONS = {
+    400: "The request is malformed, contradictory, unsupported or too long for the model; `param` names the field",
+    401: "The API key is missing or wrong",
+    404: "Unknown path or model",
+    408: "The body did not arrive in time",
+    413: "The body is larger than the server accepts",
+    415: "The body is not application/json",
+    429: "The queue is full; see Retry-After",
+    500: "The request failed in the server",
+    503: "No engine is ready, or the server is draining; see Retry-After",
+}
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI declaration of these error answers."""
+    return {status: {"model": ErrorResponse, "description": DESCRIPTIONS[status]} for status in statuses}
+
+
+BODY_ERRORS = error_responses(400, 401, 408, 413, 415, 500, 503)
+GENERATION_ERRORS = error_responses(400, 401, 408, 413, 415, 429, 500, 503)

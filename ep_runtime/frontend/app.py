@@ -1,0 +1,58 @@
+"""The FastAPI application: routes, middleware, error format, and an OpenAPI document that says what is really answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from ep_runtime.frontend.api import chat, completions, health, metrics, models, tokenize
+from ep_runtime.frontend.api.errors import install_error_handlers
+from ep_runtime.frontend.context import Frontend
+from ep_runtime.frontend.guard import OPEN_PATHS, Guard
+
+ROUTERS = (chat.router, completions.router, models.router, tokenize.router, health.router, metrics.router)
+
+
+def build_app(front: Frontend, version: str) -> FastAPI:
+    """The application over one Frontend."""
+    config = front.config
+    app = FastAPI(
+        title="ep_runtime",
+        version=version,
+        root_path=config.root_path,
+        docs_url=None,  # these pages load scripts from other hosts
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.frontend = front
+    for router in ROUTERS:
+        app.include_router(router)
+    install_error_handlers(app)
+    app.add_middleware(Guard, api_keys=config.api_keys, max_bytes=config.max_request_bytes, body_seconds=config.body_seconds)
+    if config.cors_origins:
+        # The outermost, so that browsers may read refusals too and preflights need no key.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    document = app.openapi
+    app.openapi = lambda: correct_document(document(), bool(config.api_keys))  # type: ignore[method-assign]
+    return app
+
+
+def correct_document(document: dict[str, Any], keyed: bool) -> dict[str, Any]:
+    """The framework declares a 422 that this server never answers; and says nothing of the API key."""
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            if not keyed:
+                operation["responses"].pop("401", None)
+            elif path not in OPEN_PATHS:
+                operation["security"] = [{"api_key": []}]
+    components = document.setdefault("components", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        components.get("schemas", {}).pop(name, None)
+    if keyed:
+        components["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+    return document

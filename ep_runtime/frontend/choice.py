@@ -1,0 +1,119 @@
+"""One generated sequence as its client sees it: text, reasoning, tool calls, ids and logprobs of each update. Pure; no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ep_runtime.frontend.text.detokenizer import IncrementalDetokenizer
+from ep_runtime.frontend.text.reasoning import ReasoningSplitter
+from ep_runtime.frontend.text.stops import StopMatcher
+from ep_runtime.frontend.text.tools import ToolCallDelta, ToolParser
+from protocol.messages import SequenceUpdate, TokenLogprobs
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceDelta:
+    """What one update adds to a choice. `logprobs` pairs with `token_ids`. `finish` is set in the last one alone."""
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def cost(self) -> int:
+        """Bytes that this holds while unsent, roughly."""
+        alternatives = sum(len(entry.top_ids) for entry in self.logprobs)
+        return 64 + 4 * (len(self.content) + len(self.reasoning)) + 8 * len(self.token_ids) + 48 * alternatives
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceParts:
+    """The text machinery of one choice. `reasoning` and `tools` are None where the output is not split."""
+
+    detokenizer: IncrementalDetokenizer
+    stops: StopMatcher
+    reasoning: ReasoningSplitter | None = None
+    tools: ToolParser | None = None
+    include_stop: bool = False
+    min_tokens: int = 0
+    single_tool_call: bool = False
+    tool_finish: str = "tool_calls"
+
+
+class Choice:
+    """Turns SequenceUpdates into ChoiceDeltas and remembers what the final usage and `prompt_logprobs` need."""
+
+    def __init__(self, index: int, parts: ChoiceParts) -> None:
+        self.index = index
+        self.generated = 0
+        self.cached: int | None = None
+        self.finish: str | None = None
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}
+        self._parts = parts
+        self._called_tool = False
+
+    def push(self, update: SequenceUpdate) -> ChoiceDelta:
+        """Take one update. Sets `finish` when it was the last, or when a stop string is complete: what follows is discarded."""
+        if self.cached is None:
+            self.cached = update.cached
+        for offset, entry in enumerate(update.prompt_logprobs or []):
+            self.prompt_logprobs[update.prompt_start + offset] = entry
+        delta = ChoiceDelta(index=self.index)
+        text, matched = self._text(update, delta)
+        if matched is not None:
+            self.finish, delta.stop_reason = "stop", matched
+        elif update.finish is not None:
+            self.finish, delta.stop_reason = update.finish, update.stop_token
+        self._split(text, delta)
+        if self.finish == "stop" and self._called_tool:
+            self.finish = self._parts.tool_finish
+        delta.finish = self.finish
+        return delta
+
+    def _text(self, update: SequenceUpdate, delta: ChoiceDelta) -> tuple[str, str | None]:
+        parts, pieces, matched = self._parts, [], None
+        shown = len(update.tokens) - (update.stop_token is not None and not parts.include_stop)
+        for position, token in enumerate(update.tokens):
+            delta.token_ids.append(token)
+            if update.logprobs is not None:
+                delta.logprobs.append(update.logprobs[position])
+            self.generated += 1
+            if position < shown:
+                piece, matched = self._through_stops(parts.detokenizer.push([token]))
+                pieces.append(piece)
+            if matched is not None:
+                return "".join(pieces), matched
+        if update.finish is not None:
+            piece, matched = self._through_stops(parts.detokenizer.finish())
+            pieces.append(piece)
+            if matched is None:
+                pieces.append(parts.stops.finish())
+        return "".join(pieces), matched
+
+    def _through_stops(self, text: str) -> tuple[str, str | None]:
+        if self.generated < self._parts.min_tokens:
+            return text, None
+        return self._parts.stops.push(text)
+
+    def _split(self, text: str, delta: ChoiceDelta) -> None:
+        parts = self._parts
+        content = text
+        if parts.reasoning is not None:
+            delta.reasoning, content = parts.reasoning.push(text)
+            if self.finish is not None:
+                reasoning, rest = parts.reasoning.finish()
+                delta.reasoning += reasoning
+                content += rest
+        if parts.tools is not None:
+            content, calls = parts.tools.push(content)
+            if self.finish is not None:
+                rest, more = parts.tools.finish()
+                content, calls = content + rest, [*calls, *more]
+            delta.tool_calls = [call for call in calls if call.index == 0 or not parts.single_tool_call]
+            self._called_tool = self._called_tool or bool(delta.tool_calls)
+        delta.content = content

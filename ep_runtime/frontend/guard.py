@@ -1,0 +1,83 @@
+"""ASGI middleware before everything else: the API key, and bounds on the size and time of a request's body."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ep_runtime.frontend.api.errors import ApiError, error_response
+
+OPEN_PATHS = ("/health", "/ready", "/metrics")
+
+
+class Guard:
+    """Refuses requests without a valid key (401) and bodies that are too large (413) or too slow (408), while they are read."""
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], max_bytes: int, body_seconds: float) -> None:
+        self._app = app
+        self._keys = tuple(key.encode() for key in api_keys)
+        self._max_bytes = max_bytes
+        self._body_seconds = body_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        error = self._refusal(scope["path"], headers)
+        if error is not None:
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, self._bounded(receive), send)
+
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        if self._keys and path not in OPEN_PATHS and not self._authorized(headers.get("authorization", "")):
+            return ApiError(401, "Incorrect API key; send it as: Authorization: Bearer KEY", code="invalid_api_key")
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._max_bytes:
+            return self._too_large()
+        return None
+
+    def _authorized(self, authorization: str) -> bool:
+        scheme, _, given = authorization.partition(" ")
+        # Every key is compared, so that the time does not tell which one was near.
+        matches = [secrets.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The body is larger than {self._max_bytes} bytes", code="request_too_large")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """A receive that counts the body. After the body it waits without limit, for the client's disconnect."""
+        state = _Body(asyncio.get_running_loop().time() + self._body_seconds)
+
+        async def bounded() -> Message:
+            if state.complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(state.deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(408, f"The body did not arrive within {self._body_seconds:g} s", code="request_timeout") from None
+            state.size += len(message.get("body", b""))
+            state.complete = not message.get("more_body", False)
+            if state.size > self._max_bytes:
+                raise self._too_large()
+            return message
+
+        return bounded
+
+
+class _Body:
+    """How much of a body has come, and until when the rest may."""
+
+    __slots__ = ("complete", "deadline", "size")
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.size = 0
+        self.complete = False

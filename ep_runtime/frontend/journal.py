@@ -1,0 +1,128 @@
+"""The journal: every unfinished sequence, with all that is needed to run it again in another epoch.
+
+An entry leaves the journal exactly once, in `record` (its terminal update) or in `withdraw` (the frontend ended it: client gone,
+stop string found, drain). That is what makes one terminal event of each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from protocol.messages import SequenceUpdate, Submit
+
+
+class Sink(Protocol):
+    """Who receives a sequence's updates. Must not raise."""
+
+    def deliver(self, update: SequenceUpdate) -> None:
+        """Take one update of this sequence."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry:
+    """One unfinished sequence. `tokens` are the generated ones so far; `mask` is the grammar's, for the token at `mask_index`."""
+
+    submit: Submit
+    sink: Sink
+    arrival: int
+    tokens: list[int] = field(default_factory=list)
+    mask: bytes = b""
+    mask_index: int = 0
+    sent_epoch: int | None = None
+
+    @property
+    def mask_due(self) -> bool:
+        """True while the mask of the next token is not known: the sequence cannot be submitted."""
+        return self.submit.sampling.grammar and self.mask_index != len(self.tokens)
+
+    def replay(self) -> Submit:
+        """The message that starts this sequence, or continues it after its generated tokens."""
+        return msgspec.structs.replace(self.submit, generated=list(self.tokens), mask=self.mask)
+
+
+class Journal:
+    """Unfinished sequences by request id. Effects on the engine are the caller's."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._arrivals = 0
+        self._finished = 0
+        self._withdrawn = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, submit: Submit, sink: Sink) -> Entry:
+        """Take a new sequence; raises ValueError when the id is in use."""
+        if submit.request_id in self._entries:
+            raise ValueError(f"request id {submit.request_id} is in use")
+        entry = Entry(submit=submit, sink=sink, arrival=self._arrivals, mask=submit.mask)
+        self._arrivals += 1
+        self._entries[submit.request_id] = entry
+        self._idle.clear()
+        return entry
+
+    def get(self, request_id: str) -> Entry | None:
+        """The unfinished sequence of this id."""
+        return self._entries.get(request_id)
+
+    def record(self, update: SequenceUpdate) -> Entry | None:
+        """Write down an update, ending the entry when it is terminal. None when nobody waits for this id any more."""
+        entry = self._entries.get(update.request_id)
+        if entry is None:
+            return None
+        entry.tokens.extend(update.tokens)
+        if update.finish is not None:
+            del self._entries[update.request_id]
+            self._finished += 1
+            self._note_idle()
+        return entry
+
+    def withdraw(self, request_ids: Iterable[str]) -> list[Entry]:
+        """End sequences from this side; returns those that were unfinished."""
+        gone = [entry for request_id in request_ids if (entry := self._entries.pop(request_id, None)) is not None]
+        self._withdrawn += len(gone)
+        self._note_idle()
+        return gone
+
+    async def idle(self) -> None:
+        """Return when no sequence is unfinished."""
+        await self._idle.wait()
+
+    def _note_idle(self) -> None:
+        if not self._entries:
+            self._idle.set()
+
+    def unfinished(self) -> list[Entry]:
+        """All entries in order of arrival."""
+        return sorted(self._entries.values(), key=lambda entry: entry.arrival)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when an entry was lost, ended twice, or holds more than it may."""
+        ended = self._finished + self._withdrawn
+        assert self._arrivals == ended + len(self._entries), f"{self._arrivals} arrived, {ended} ended, {len(self._entries)} left"
+        arrivals = [entry.arrival for entry in self._entries.values()]
+        assert len(set(arrivals)) == len(arrivals), "two entries share an arrival number"
+        for request_id, entry in self._entries.items():
+            assert entry.submit.request_id == request_id, f"{request_id} is filed under another id"
+            assert len(entry.tokens) <= entry.submit.sampling.max_tokens, f"{request_id} has more tokens than its limit"
+            assert entry.mask_index <= len(entry.tokens), f"{request_id} has a mask for a token that is not due"
+
+
+def ended_unseen(entry: Entry, stop_token_ids: Iterable[int]) -> SequenceUpdate | None:
+    """The terminal update of a sequence that was complete when its epoch ended before saying so; None when it must go on."""
+    sampling, tokens = entry.submit.sampling, entry.tokens
+    if tokens and len(tokens) > sampling.min_tokens:
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(stop_token_ids))
+        if tokens[-1] in stops:
+            return SequenceUpdate(request_id=entry.submit.request_id, tokens=[], finish="stop", stop_token=tokens[-1])
+    if len(tokens) >= sampling.max_tokens:
+        return SequenceUpdate(request_id=entry.submit.request_id, tokens=[], finish="length")
+    return None

@@ -1,0 +1,88 @@
+"""Prometheus metrics of the HTTP process, in a registry of their own. What the engine reports is read when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from protocol.messages import EngineStats
+
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+
+
+class EngineCollector(Collector):
+    """Gauges and totals of the engine's last report; nothing while there is none."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a field of EngineStats."""
+        stats = self._stats()
+        if stats is None:
+            return
+        gauges = {
+            "ep_running_sequences": ("Sequences that hold a slot", stats.running),
+            "ep_waiting_sequences": ("Sequences in the engine's queue", stats.waiting),
+            "ep_free_blocks": ("Free blocks of KV cache", stats.free_blocks),
+            "ep_total_blocks": ("Blocks of KV cache", stats.total_blocks),
+            "ep_free_slots": ("Free slots", stats.free_slots),
+            "ep_total_slots": ("Slots", stats.total_slots),
+            "ep_step": ("Last step of the head in this epoch", stats.step),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(name, text, value=value)
+        counters = {
+            "ep_preemptions": ("Sequences preempted in this epoch", stats.preemptions),
+            "ep_engine_prompt_tokens": ("Prompt tokens computed in this epoch, replays included", stats.prompt_tokens),
+            "ep_engine_generated_tokens": ("Tokens sampled in this epoch", stats.generated_tokens),
+            "ep_engine_cached_tokens": ("Prompt tokens found in the prefix tree in this epoch", stats.cached_tokens),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(name, text, value=value)
+        ranks = GaugeMetricFamily("ep_rank_last_step", "Last step that each rank acknowledged", labels=["rank"])
+        for rank, step in enumerate(stats.ranks):
+            ranks.add_metric([str(rank)], step)
+        yield ranks
+
+
+class Metrics:
+    """All counters and histograms that the frontend itself moves; names are listed in docs/http_api.md."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self.registry = registry
+        self.requests = Counter("ep_requests", "HTTP generation requests", ["endpoint", "outcome"], registry=registry)
+        self.sequences = Counter("ep_sequences", "Sequences ended", ["finish"], registry=registry)
+        self.prompt_tokens = Counter("ep_prompt_tokens", "Prompt tokens of accepted sequences", registry=registry)
+        self.generated_tokens = Counter("ep_generated_tokens", "Tokens received from the engine", registry=registry)
+        self.cached_tokens = Counter("ep_cached_tokens", "Prompt tokens found in the prefix tree", registry=registry)
+        self.first_token = Histogram(
+            "ep_time_to_first_token_seconds", "Submission to first token", buckets=LATENCY_BUCKETS, registry=registry
+        )
+        self.inter_token = Histogram(
+            "ep_inter_token_seconds", "Between updates of a sequence", buckets=TOKEN_BUCKETS, registry=registry
+        )
+        self.per_output_token = Histogram(
+            "ep_time_per_output_token_seconds",
+            "First to last token, divided by the tokens between",
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            "ep_request_seconds", "Generation request, start to end", ["endpoint"], buckets=LATENCY_BUCKETS, registry=registry
+        )
+        self.journal_sequences = Gauge("ep_journal_sequences", "Unfinished sequences in the journal", registry=registry)
+        self.epoch = Gauge("ep_epoch", "Number of the newest epoch", registry=registry)
+        self.epochs_ended = Counter("ep_epochs_ended", "Epochs that ended", registry=registry)
+        self.replayed_sequences = Counter("ep_replayed_sequences", "Sequences continued in a later epoch", registry=registry)
+        self.replayed_tokens = Counter(
+            "ep_replayed_tokens", "Prompt and generated tokens prefilled again for that", registry=registry
+        )
+        self.dropped = Counter(
+            "ep_dropped_results", "Messages or updates of the engine that nobody may see", ["reason"], registry=registry
+        )

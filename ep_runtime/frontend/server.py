@@ -1,0 +1,93 @@
+"""The life of the HTTP process: listen, say when ready, drain on SIGTERM, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Generator
+
+import uvicorn
+from fastapi import FastAPI
+
+from ep_runtime.frontend.context import Frontend
+from ep_runtime.frontend.metrics import EngineCollector
+
+log = logging.getLogger(__name__)
+CLOSE_SECONDS = 5
+"""Time for answers that are written to reach their clients, once no sequence is left."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, with signals left to us: it would stop listening at once, and draining must answer 503."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Take no signals."""
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, IPv4 or IPv6 by the address; raises OSError."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    sock = socket.socket(family, kind, proto)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+async def serve(front: Frontend, app: FastAPI, sock: socket.socket) -> None:
+    """Run until SIGTERM or SIGINT has been served. A second signal ends the drain."""
+    front.metrics.registry.register(EngineCollector(lambda: front.engine.stats))
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+    )
+    server = _Server(config)
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: stop_now.set() if stop.is_set() else stop.set())
+    log.info("listening on http://%s:%d", *sock.getsockname()[:2])
+    async with asyncio.TaskGroup() as group:
+        background = [group.create_task(front.engine.run()), group.create_task(announce(front))]
+        http = group.create_task(server.serve(sockets=[sock]))
+        stopping = group.create_task(stop.wait())
+        await asyncio.wait({http, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        front.draining = True
+        await drain(front, stop_now)
+        server.should_exit = True
+        await http
+        for task in [*background, stopping]:
+            task.cancel()
+
+
+async def announce(front: Frontend) -> None:
+    """Print the one line that the supervisor waits for."""
+    await front.engine.first_ready.wait()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+
+
+async def drain(front: Frontend, stop_now: asyncio.Event) -> None:
+    """Let running requests finish for the configured time; what is left then gets an error."""
+    log.info("draining %d sequences for at most %g s", len(front.journal), front.config.drain_seconds)
+    idle = asyncio.ensure_future(front.journal.idle())
+    hurry = asyncio.ensure_future(stop_now.wait())
+    await asyncio.wait({idle, hurry}, timeout=front.config.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+    idle.cancel()
+    hurry.cancel()
+    front.engine.fail_all(503, "the server is shutting down")

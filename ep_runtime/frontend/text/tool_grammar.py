@@ -1,0 +1,119 @@
+"""Grammar rules (llguidance's Lark dialect) for calls of tools in the syntaxes of the tool parsers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ep_runtime.frontend.text.errors import GrammarError
+from ep_runtime.frontend.text.schema_types import allowed_types, tool_schema
+from ep_runtime.frontend.text.tokenizer import Tokenizer
+
+MAX_CALLS = 16
+"""Calls in one output."""
+
+Schema = dict[str, Any]
+
+
+def literal(text: str, tokenizer: Tokenizer) -> str:
+    """`text` as a terminal: the one token where the vocabulary has it as an added token (`<[id]>`), else its characters."""
+    index = tokenizer.token_id(text)
+    return quoted(text) if index is None else f"<[{index}]>"
+
+
+def quoted(text: str) -> str:
+    """`text` as a string terminal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def tool_calls_rule(
+    tools: Sequence[Mapping[str, Any]],
+    choice: str | Mapping[str, Any],
+    parser_name: str,
+    tokenizer: Tokenizer,
+    schema_text: Callable[[Schema | bool], str],
+    parallel: bool,
+) -> str:
+    """The rule's right-hand side. Raises GrammarError for a choice that names no tool, or a parser without a syntax for calls."""
+    chosen, several = _chosen(tools, choice)
+    more = several and parallel
+    opening, closing = literal("<tool_call>", tokenizer), literal("</tool_call>", tokenizer)
+    match parser_name:
+        case "hermes":
+            bodies = [_json_call(name, schema, schema_text) for name, schema in chosen]
+            call = f'({opening} "\\n" ({" | ".join(bodies)}) "\\n" {closing})'
+            return _repeated(call, quoted("\n"), more)
+        case "qwen3_xml":
+            bodies = [_xml_call(name, schema, schema_text) for name, schema in chosen]
+            call = f'({opening} "\\n" ({" | ".join(bodies)}) "\\n" {closing})'
+            return _repeated(call, quoted("\n"), more)
+        case "mistral":
+            call = f"({' | '.join(_json_call(name, schema, schema_text) for name, schema in chosen)})"
+            return f'{literal("[TOOL_CALLS]", tokenizer)} " "? "[" {_repeated(call, quoted(", "), more)} "]"'
+    raise GrammarError(f"tool calls cannot be forced: the parser {parser_name!r} has no syntax for them")
+
+
+def _chosen(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any]) -> tuple[list[tuple[str, Schema]], bool]:
+    """The tools to choose from, and whether several calls may follow one another."""
+    try:
+        known = [tool_schema(tool) for tool in tools]
+        wanted = choice if isinstance(choice, str) else tool_schema(choice)[0]
+    except ValueError as error:
+        raise GrammarError(str(error)) from error
+    if not known:
+        raise GrammarError("there are no tools to call")
+    if wanted in ("required", "any"):
+        return known, True
+    found = [(name, schema) for name, schema in known if name == wanted]
+    if not found:
+        raise GrammarError(f"tool_choice names {wanted!r}, which is not among the tools")
+    return found[:1], False
+
+
+def _repeated(call: str, separator: str, more: bool) -> str:
+    return f"{call} ({separator} {call}){{0,{MAX_CALLS - 1}}}" if more else call
+
+
+def _json_call(name: str, schema: Schema, schema_text: Callable[[Schema | bool], str]) -> str:
+    head = '{"name": ' + json.dumps(name, ensure_ascii=False) + ', "arguments": '
+    return f'({quoted(head)} %json {schema_text(_object(name, schema))} "}}")'
+
+
+def _xml_call(name: str, schema: Schema, schema_text: Callable[[Schema | bool], str]) -> str:
+    """Required parameters, and optional ones where the schema has them, in the schema's order.
+
+    Of a string's schema only `enum` and `const` are enforced: the syntax has no quotes and no escapes.
+    """
+    if any(char in name for char in "<>\n"):
+        raise GrammarError(f"tool {name!r}: the name cannot be written in this syntax")
+    schema = _object(name, schema)
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or []
+    if missing := [key for key in required if key not in properties]:
+        raise GrammarError(f"tool {name}: required parameter {missing[0]!r} has no schema")
+    parts = [quoted(f"<function={name}>")]
+    for key, value in properties.items():
+        whole = f"({quoted(chr(10) + f'<parameter={key}>' + chr(10))} {_xml_value(value, schema, schema_text)})"
+        parts.append(whole if key in required else f"{whole}?")
+    return f"({' '.join(parts)} {quoted(chr(10) + '</function>')})"
+
+
+def _xml_value(value: Any, root: Schema, schema_text: Callable[[Schema | bool], str]) -> str:
+    """A parameter's value with its end tag: bare text where strings are allowed, else JSON under the parameter's schema."""
+    end = quoted("\n</parameter>")
+    types = allowed_types(value, root)
+    if types and "string" not in types:
+        shared: Schema = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        return f"%json {schema_text({**value, **shared})} {end}"
+    options = [value["const"]] if "const" in value else value.get("enum")
+    if options is not None and all(isinstance(option, str) for option in options):
+        return f"({' | '.join(quoted(option) for option in options)}) {end}"
+    return r"/(?s:.*)\n<\/parameter>/"
+
+
+def _object(name: str, schema: Schema) -> Schema:
+    """A schema whose values are objects: arguments are always one."""
+    if schema.get("type", "object") != "object":
+        raise GrammarError(f"tool {name}: parameters must be a schema of type object")
+    return {**schema, "type": "object"}

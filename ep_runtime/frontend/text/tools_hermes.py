@@ -1,0 +1,69 @@
+"""The Hermes syntax of Qwen3 and others: `<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ep_runtime.frontend.text.call_object import CallObject, State
+from ep_runtime.frontend.text.tag_text import TagText
+from ep_runtime.frontend.text.tool_delta import CallList, ToolCallDelta
+
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+
+
+class HermesParser:
+    """A stream parser; a call's end tag may be missing (the next text follows, or the output ends)."""
+
+    def __init__(self, make_id: Callable[[], str]) -> None:
+        self._calls = CallList(make_id)
+        self._text = TagText(OPEN, self._calls)
+        self._object: CallObject | None = None
+        self._closing: str | None = None
+
+    def push(self, content: str) -> tuple[str, list[ToolCallDelta]]:
+        """Takes a piece of content; returns plain content and pieces of calls."""
+        rest: str | None = content
+        while rest:
+            if self._closing is not None:
+                rest = self._close(rest)
+            elif self._object is not None:
+                rest = self._body(self._object, rest)
+            elif (after := self._text.push(rest)) is None:
+                rest = ""
+            else:
+                rest, self._object = after, CallObject(self._calls)
+        return self._calls.take()
+
+    def finish(self) -> tuple[str, list[ToolCallDelta]]:
+        """The output has ended: a call whose arguments had not begun comes out as content."""
+        if self._object is not None and self._object.state is State.HEAD:
+            self._text.give_back(self._object.raw)
+        elif self._closing is not None:
+            self._calls.text(self._closing if self._closing.strip() else "")
+        self._object = self._closing = None
+        self._text.finish()
+        return self._calls.take()
+
+    def _body(self, call: CallObject, text: str) -> str:
+        used = call.push(text)
+        if call.state is State.BAD and not call.begun:
+            self._object = None
+            self._text.give_back(call.raw)
+        elif call.state in (State.DONE, State.BAD):
+            self._object, self._closing = None, ""
+            self._text.call_ended()
+        return text[used:]
+
+    def _close(self, text: str) -> str:
+        """After an object: white space and the end tag are dropped, anything else is content again."""
+        whole = (self._closing or "") + text
+        inner = whole.lstrip()
+        if inner.startswith(CLOSE):
+            self._closing = None
+            return inner[len(CLOSE) :]
+        if CLOSE.startswith(inner):
+            self._closing = whole
+            return ""
+        self._closing = None
+        return whole

@@ -1,0 +1,202 @@
+"""The text machinery of the served model in one place: what is loaded once, and what each request is given of it.
+
+Rendering, tokenizing, masks and grammars run in threads, so that one long prompt or schema does not hold every stream up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ep_runtime.frontend.api.errors import ApiError
+from ep_runtime.frontend.choice import ChoiceParts
+from ep_runtime.frontend.config import FrontendConfig
+from ep_runtime.frontend.reasoning_gate import AfterReasoning, MaskSource
+from ep_runtime.frontend.text.detokenizer import IncrementalDetokenizer
+from ep_runtime.frontend.text.errors import GrammarError, TemplateError
+from ep_runtime.frontend.text.grammar import Grammar, GrammarFactory
+from ep_runtime.frontend.text.reasoning import ReasoningSplitter, reasoning_splitter
+from ep_runtime.frontend.text.stops import StopMatcher
+from ep_runtime.frontend.text.template import ChatTemplate
+from ep_runtime.frontend.text.tokenizer import Tokenizer
+from ep_runtime.frontend.text.tools import choose_parser, marker_tokens, tool_parser
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+TAIL = 8
+"""Last prompt tokens that decide how the output's first characters read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt as text (empty when it was given as ids) and as token ids."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputRules:
+    """How one request's output is cut up. `tools` None: no call is looked for."""
+
+    stops: list[str]
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    reasoning: bool = False
+    tools: list[dict[str, Any]] | None = None
+    single_tool_call: bool = False
+    tool_finish: str = "tool_calls"
+
+
+class TextStack:
+    """Tokenizer, chat template, grammars, and the parsers' names. Threads share what does not change."""
+
+    def __init__(self, config: FrontendConfig, tokenizer: Tokenizer, template: ChatTemplate | None, family: str) -> None:
+        self.tokenizer = tokenizer
+        self._template = template
+        self._grammars = GrammarFactory(tokenizer) if tokenizer.eos_token_ids else None
+        self._grammar_seconds = config.grammar_seconds
+        self._max_schema_bytes = config.max_schema_bytes
+        self.reasoning_name = config.reasoning_parser or "none"
+        auto = choose_parser(template.source, family) if template is not None else "none"
+        self.tool_parser_name = auto if config.tool_call_parser == "auto" else (config.tool_call_parser or "none")
+        self.pool: Executor = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._compile_pool = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+
+    @classmethod
+    def load(cls, config: FrontendConfig) -> TextStack:
+        """Read the model's text files. Raises TextError naming what is missing, ValueError for an unknown parser."""
+        folder = Path(config.tokenizer_dir)
+        tokenizer = Tokenizer.load(folder)
+        try:
+            template = ChatTemplate.load(folder, config.chat_template)
+        except TemplateError as error:
+            # A base model has no template: chat is refused, completions work. One that was asked for must load.
+            if config.chat_template is not None:
+                raise
+            log.warning("no chat: %s", error)
+            template = None
+        config_json = Path(config.model) / "config.json"
+        family = json.loads(config_json.read_text()).get("model_type", "") if config_json.is_file() else ""
+        stack = cls(config, tokenizer, template, family)
+        reasoning_splitter(stack.reasoning_name)
+        tool_parser(stack.tool_parser_name)
+        return stack
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        return await self._in_thread(lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        kwargs: dict[str, Any],
+        add_special_tokens: bool,
+    ) -> RenderedPrompt:
+        """The chat as the template writes it. Raises ApiError 400 when there is no template or it refuses the messages."""
+        template = self._template
+        if template is None:
+            raise ApiError(400, "The model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
+
+        def work() -> RenderedPrompt:
+            text = template.render(
+                messages,
+                tools=tools or None,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                kwargs=kwargs,
+            )
+            return RenderedPrompt(text, self.tokenizer.encode(text, add_special_tokens))
+
+        try:
+            return await self._in_thread(work)
+        except TemplateError as error:
+            raise ApiError(
+                400, f"The chat template refused the messages: {error}", param="messages", code="template_error"
+            ) from None
+
+    def parts(self, prompt: RenderedPrompt, rules: OutputRules) -> ChoiceParts:
+        """Fresh machinery for one sequence."""
+        name = self.tool_parser_name if rules.tools else "none"
+        return ChoiceParts(
+            detokenizer=IncrementalDetokenizer(
+                self.tokenizer, prompt.ids[-TAIL:], rules.skip_special_tokens, keep_special=marker_tokens(name)
+            ),
+            stops=StopMatcher(rules.stops, rules.include_stop),
+            reasoning=self._splitter(prompt) if rules.reasoning else None,
+            tools=None if name == "none" else tool_parser(name, rules.tools),
+            include_stop=rules.include_stop,
+            min_tokens=rules.min_tokens,
+            single_tool_call=rules.single_tool_call,
+            tool_finish=rules.tool_finish,
+        )
+
+    def _splitter(self, prompt: RenderedPrompt) -> ReasoningSplitter:
+        return reasoning_splitter(self.reasoning_name, prompt.text)
+
+    async def response_grammar(self, schema: dict[str, Any] | None, prompt: RenderedPrompt, reasoning: bool) -> MaskSource:
+        """A grammar of JSON that fits `schema`, or of any JSON object. Raises ApiError 400.
+
+        With `reasoning`, a prompt that opens a reasoning lets the model finish that first.
+        """
+
+        def make(factory: GrammarFactory) -> Grammar:
+            return factory.json_object() if schema is None else factory.json_schema(schema)
+
+        grammar = await self._compile(make, "response_format", len(json.dumps(schema)))
+        return self._after_reasoning(grammar, prompt) if reasoning else grammar
+
+    async def tool_grammar(
+        self, tools: list[dict[str, Any]], choice: str | dict[str, Any], prompt: RenderedPrompt, parallel: bool
+    ) -> MaskSource:
+        """A grammar of calls of these tools (`choice` "required") or of the named one. Raises ApiError 400."""
+
+        def make(factory: GrammarFactory) -> Grammar:
+            return factory.tool_calls(tools, choice, self.tool_parser_name, parallel=parallel)
+
+        return self._after_reasoning(await self._compile(make, "tools", len(json.dumps(tools))), prompt)
+
+    def _after_reasoning(self, grammar: Grammar, prompt: RenderedPrompt) -> MaskSource:
+        splitter = self._splitter(prompt)
+        if not splitter.in_reasoning:
+            return grammar
+        detokenizer = IncrementalDetokenizer(self.tokenizer, prompt.ids[-TAIL:], skip_special_tokens=False)
+        return AfterReasoning(grammar, splitter, detokenizer, self.tokenizer)
+
+    async def _compile(self, make: Callable[[GrammarFactory], Grammar], param: str, size: int) -> Grammar:
+        factory = self._grammars
+        if factory is None:
+            raise ApiError(400, "The tokenizer has no end token, so no output can be constrained", param=param)
+        if size > self._max_schema_bytes:
+            raise ApiError(400, f"The schema has {size} bytes; the server takes {self._max_schema_bytes}", param=param)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._grammar_seconds):
+                return await loop.run_in_executor(self._compile_pool, make, factory)
+        except TimeoutError:
+            raise ApiError(400, f"The grammar took longer than {self._grammar_seconds:g} s to compile", param=param) from None
+        except (GrammarError, RecursionError) as error:
+            raise ApiError(400, f"The grammar cannot be used: {error}", param=param, code="invalid_grammar") from None
+
+    async def first_mask(self, grammar: MaskSource) -> bytes:
+        """The mask of a sequence's first token."""
+        return await self._in_thread(grammar.mask)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+
+    def close(self) -> None:
+        """Let the threads end; what they compute is not waited for."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        self._compile_pool.shutdown(wait=False, cancel_futures=True)

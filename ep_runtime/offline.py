@@ -1,0 +1,314 @@
+"""Offline use: a model in this process, for scripts and benchmarks. `from ep_runtime import LLM, SamplingParams`.
+
+Under torchrun every rank runs the same script. Rank 0 drives; on the other ranks the constructor serves rank 0's commands until it
+closes its `LLM`, and then ends the process with status 0, so what follows the constructor runs on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from ep_runtime.config import Facts, RuntimeConfig, resolve
+from ep_runtime.engine.comm import connect_store, open_store
+from ep_runtime.engine.epoch import EpochPlace, open_head, open_worker
+from ep_runtime.engine.head import Head
+from ep_runtime.engine.main import pick_device
+from ep_runtime.engine.port import LocalPort
+from ep_runtime.engine.rank import load_rank
+from ep_runtime.engine.sampler import Sampler
+from ep_runtime.engine.setup import scheduler_limits, warm_buckets
+from ep_runtime.frontend.sampling import derive_seed
+from ep_runtime.frontend.text.detokenizer import IncrementalDetokenizer
+from ep_runtime.frontend.text.stops import StopMatcher
+from ep_runtime.frontend.text.tokenizer import Tokenizer
+from ep_runtime.scheduler.scheduler import Scheduler
+from model.parallel import Parallel
+from protocol import messages
+from protocol.listener import Listener
+from protocol.messages import Abort, Results, SequenceUpdate, Submit, TokenLogprobs
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to generate. Names and defaults are vLLM's; `seed` None draws one for each prompt."""
+
+    n: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def for_sample(self, seed: int, index: int, room: int) -> messages.SamplingParams:
+        """The engine's parameters for sample `index` of a prompt that leaves `room` tokens."""
+        return messages.SamplingParams(
+            seed=derive_seed(seed, index) if self.n > 1 else seed,
+            max_tokens=min(self.max_tokens, room),
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            stop_token_ids=list(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Completion:
+    """One sample. `finish_reason` is "stop", "length" or "error" (then `error` says why)."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestOutput:
+    """One prompt and its samples. `prompt_logprobs[i]` is for prompt position i + 1."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int = 0
+
+
+class LLM:
+    """A loaded model: `LLM(folder).generate(prompts, params)`. Keyword arguments are fields of `RuntimeConfig`."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        import torch
+
+        place = _Place.from_environment()
+        facts = Facts(gpus=torch.cuda.device_count(), cores=os.cpu_count() or 1, world=place.world, local_world=place.local_world)
+        config = resolve(RuntimeConfig(model=model, **settings), facts)
+        device = pick_device(config.device, place.local_rank)
+        rank = load_rank(config, Parallel(place.rank, place.world), device, local_ranks=place.local_world)
+        listener, epoch_place, self._store = _meet(place, config)
+        if place.rank != 0:
+            epoch, worker, link = open_worker(rank, epoch_place, lambda: False)
+            worker.run(epoch.slots)
+            link.close()
+            epoch.close()
+            sys.exit(0)
+        self.config = config
+        self.tokenizer = Tokenizer.load(config.tokenizer or config.model) if _has_tokenizer(config) else None
+        self._rank = rank
+        self._epoch, broadcaster, self._links = open_head(rank, epoch_place, listener, lambda: False)
+        if listener is not None:
+            listener.close()
+        self._port = LocalPort(self._take)
+        limits = scheduler_limits(rank, self._epoch.limits)
+        self.max_model_len = limits.max_model_len
+        self._max_queue = limits.max_queue
+        self._scheduler = Scheduler(limits)
+        self.head = Head(
+            broadcaster=broadcaster,
+            scheduler=self._scheduler,
+            sampler=Sampler(rank.spec.vocab_size, limits.max_slots, device, limits.eos_token_ids),
+            port=self._port,
+            epoch=0,
+            digest_interval=config.digest_interval,
+        )
+        self.head.warm(warm_buckets(rank))
+        self._collectors: dict[str, _Collector] = {}
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Run all prompts (text or token ids) and return their outputs in order.
+
+        Raises:
+            ValueError: a prompt is empty, too long, or text without a tokenizer; the message names its place.
+        """
+        batch: list[Prompt] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        chosen = params if params is not None else SamplingParams()
+        each = [chosen] * len(batch) if isinstance(chosen, SamplingParams) else list(chosen)
+        if len(each) != len(batch):
+            raise ValueError(f"{len(batch)} prompts, but {len(each)} sampling parameters")
+        outputs = [self._open(number, prompt) for number, prompt in enumerate(batch)]
+        pending = [(number, sample, params) for number, params in enumerate(each) for sample in range(params.n)]
+        seeds = [secrets.randbits(63) if p.seed is None else p.seed for p in each]
+        pending.reverse()
+        while pending or self._collectors:
+            while pending and len(self._collectors) < self._max_queue:
+                number, sample, sampling = pending.pop()
+                self._submit(outputs[number], number, sample, sampling, seeds[number])
+            self.head.turn(idle_wait_s=0.0)
+        return outputs
+
+    def close(self) -> None:
+        """End the other ranks' loops and give the memory back; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.head.shutdown()
+        self._links.close()
+        self._epoch.close()
+        self._rank.loaded.close()
+
+    def _open(self, number: int, prompt: Prompt) -> RequestOutput:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"prompt {number} is text, but {self.config.model} has no tokenizer; give token ids")
+            ids = self.tokenizer.encode(prompt, add_special_tokens=True)
+        else:
+            ids = [int(token) for token in prompt]
+        if not 0 < len(ids) < self.max_model_len:
+            raise ValueError(f"prompt {number} has {len(ids)} tokens; 1 to {self.max_model_len - 1} fit max_model_len")
+        return RequestOutput(prompt=prompt if isinstance(prompt, str) else None, prompt_token_ids=ids, outputs=[])
+
+    def _submit(self, output: RequestOutput, number: int, sample: int, params: SamplingParams, seed: int) -> None:
+        completion = Completion(index=sample)
+        output.outputs.append(completion)
+        request_id = f"{number}-{sample}"
+        ids = output.prompt_token_ids
+        self._collectors[request_id] = _Collector(output, completion, params, self.tokenizer)
+        sampling = params.for_sample(seed, sample, self.max_model_len - len(ids))
+        self._port.send(Submit(request_id=request_id, group=str(number), prompt=ids, sampling=sampling))
+
+    def _take(self, results: Results) -> None:
+        for update in results.updates:
+            collector = self._collectors.get(update.request_id)
+            if collector is None:
+                continue
+            if collector.take(update):
+                del self._collectors[update.request_id]
+                if update.finish is None:
+                    self._port.send(Abort([update.request_id]))
+
+
+class _Collector:
+    """Gathers one sample's updates, and sees its stop strings."""
+
+    def __init__(self, output: RequestOutput, completion: Completion, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self._output = output
+        self._completion = completion
+        self._stops = StopMatcher(list(params.stop), params.include_stop_str_in_output)
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, output.prompt_token_ids[-8:], params.skip_special_tokens)
+
+    def take(self, update: SequenceUpdate) -> bool:
+        """Add an update; True when the sample is over, by its own end or by a stop string."""
+        completion = self._completion
+        completion.token_ids += update.tokens
+        completion.logprobs += update.logprobs or []
+        if completion.index == 0:
+            self._output.prompt_logprobs += update.prompt_logprobs or []
+            self._output.cached_tokens += update.cached
+        matched = self._add_text(update)
+        if matched is not None:
+            completion.finish_reason, completion.stop_reason = "stop", matched
+            return True
+        if update.finish is None:
+            return False
+        completion.finish_reason, completion.error = update.finish, update.error
+        completion.stop_reason = update.stop_token
+        return True
+
+    def _add_text(self, update: SequenceUpdate) -> str | None:
+        if self._detokenizer is None:
+            return None
+        visible = update.tokens[:-1] if update.stop_token is not None else update.tokens
+        text = self._detokenizer.push(visible) + (self._detokenizer.finish() if update.finish is not None else "")
+        emitted, matched = self._stops.push(text)
+        self._completion.text += emitted
+        if update.finish is not None and matched is None:
+            self._completion.text += self._stops.finish()
+        return matched
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What torchrun says of this process; a world of one without it."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    host: str
+    port: int
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        env = os.environ
+        world = int(env.get("WORLD_SIZE", "1"))
+        return cls(
+            rank=int(env.get("RANK", "0")),
+            world=world,
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+            local_world=int(env.get("LOCAL_WORLD_SIZE", str(world))),
+            host=env.get("MASTER_ADDR", "127.0.0.1"),
+            port=int(env.get("MASTER_PORT", "0")),
+        )
+
+
+def _meet(place: _Place, config: RuntimeConfig) -> tuple[Listener | None, EpochPlace, object]:
+    """Find the other ranks through torchrun's own store: rank 0 opens links and a store and publishes their addresses there."""
+    if place.world == 1:
+        return None, EpochPlace(epoch=0, world=1, store="", links="", token=""), None
+    meeting = connect_store(f"{place.host}:{place.port}", place.world, config.rendezvous_timeout)
+    key = f"ep_runtime/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    local = place.world == place.local_world
+    host = "127.0.0.1" if local else socket.gethostbyname(socket.gethostname())
+    if place.rank == 0:
+        listener = Listener(f"{host}:0")
+        store, address = open_store(host, place.world)
+        token = secrets.token_hex(16)
+        meeting.set(key, f"{address} {listener.address} {token}")
+        return (
+            listener,
+            EpochPlace(epoch=0, world=place.world, store=address, links=listener.address, token=token, host=host),
+            store,
+        )
+    address, links, token = meeting.get(key).decode().split()
+    return None, EpochPlace(epoch=0, world=place.world, store=address, links=links, token=token, host=host), None
+
+
+def _is_ids(prompts: object) -> bool:
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def _has_tokenizer(config: RuntimeConfig) -> bool:
+    return os.path.isfile(os.path.join(config.tokenizer or config.model, "tokenizer.json"))

@@ -1,0 +1,238 @@
+"""What a sequence owns in each state, and its moves between states.
+
+    WAITING --admit--> RUNNING --leave--> DRAINING --results read--> WAITING    (preempted, or in a failed batch)
+       ^                  |     --leave--> FINISHED --results read--> (gone)
+       +----unadmit-------+
+
+A sequence has its slot and blocks from `admit` until no planned or launched step that names the slot has unread results.
+"""
+
+from __future__ import annotations
+
+from ep_runtime.scheduler.admission import admits, blocks_for, hit_limit, whole_hits
+from ep_runtime.scheduler.blocks import BlockPool
+from ep_runtime.scheduler.core import NEVER, SchedulerError, SchedulerLimits, SeqState, Sequence, SlotAlloc
+from ep_runtime.scheduler.prefix import PrefixTree
+from ep_runtime.scheduler.queue import WaitingQueue
+from ep_runtime.scheduler.running import RunningSet
+from ep_runtime.scheduler.slots import SlotPool
+
+
+class Lifecycle:
+    """The owners of slots, blocks, cached prefixes, the queue and the running set, moved together.
+
+    `frees` are slots whose FREE goes out with the next plan. Its FREEs precede its ALLOCs, so an EMPTY slot may be taken at once.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._block_size = limits.block_size
+        self.slots = SlotPool(limits.max_slots)
+        self.tree = PrefixTree(limits.block_size)
+        self.blocks = BlockPool(limits.num_blocks, on_evict=self.tree.forget)
+        self.queue = WaitingQueue()
+        self.running = RunningSet()
+        self.frees: list[int] = []
+        self.preemptions = 0
+        self.draining = 0
+        self._returning: list[Sequence] = []
+        self._holders: list[Sequence | None] = [None] * limits.max_slots
+        self._computing: dict[str, Sequence] = {}
+
+    # WAITING -> RUNNING
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        """Known blocks that this admission may share; none when the logits of every prompt row are wanted."""
+        limit = hit_limit(len(seq.tokens), self._limits)
+        if limit == 0 or seq.logprobs_from < NEVER:
+            return []
+        hits = self.tree.match(seq, limit)
+        return hits[: whole_hits(len(hits), self._limits)]
+
+    def sibling_computes(self, seq: Sequence) -> bool:
+        """True while a sequence of the same request computes the prompt blocks that this one can share a little later."""
+        leader = self._computing.get(seq.group)
+        if leader is None or seq.logprobs_from < NEVER or hit_limit(len(seq.tokens), self._limits) == 0:
+            return False
+        return self.tree.digest(leader, 0) == self.tree.digest(seq, 0)
+
+    def overtakes(self, seq: Sequence) -> bool:
+        """True while a sequence that comes before this one drains and is about to wait again."""
+        return any(earlier.key < seq.key for earlier in self._returning)
+
+    def admit(self, seq: Sequence, hits: list[int]) -> SlotAlloc | None:
+        """Give the sequence a slot and blocks for all its known tokens, or None when there are not enough now."""
+        need = blocks_for(len(seq.tokens), self._block_size) - len(hits)
+        if self.slots.free == 0 or not admits(need + self.blocks.unreferenced(hits), self.blocks.available, len(self.running)):
+            return None
+        self.queue.remove(seq)
+        for block in hits:
+            self.blocks.share(block)
+        seq.slot = self.slots.take()
+        seq.blocks = hits + [self.blocks.take() for _ in range(need)]
+        seq.capacity = len(seq.blocks) * self._block_size
+        seq.planned = len(hits) * self._block_size
+        seq.prefill_len = len(seq.tokens)
+        seq.state = SeqState.RUNNING
+        if not seq.requeued:
+            seq.cached = seq.planned
+        self._holders[seq.slot] = seq
+        self.running.add(seq)
+        if self._limits.prefix_cache:
+            seq.next_entry = seq.planned + self._block_size
+            if seq.next_entry < seq.prompt_len:
+                self._computing.setdefault(seq.group, seq)
+        return SlotAlloc(
+            slot=seq.slot,
+            request_id=seq.request_id,
+            token_budget=seq.token_limit,
+            adapter=seq.adapter,
+            prefix_length=seq.planned,
+            prefix_blocks=tuple(hits),
+        )
+
+    def unadmit(self, seq: Sequence) -> None:
+        """The plan that admitted it was not sent: everything returns, and it waits at its own place."""
+        slot = self._slot(seq)
+        self.running.remove(seq)
+        self._stop_computing(seq)
+        self.slots.untake(slot)
+        self._let_go(seq)
+        self._wait(seq)
+
+    # RUNNING
+
+    def advance(self, seq: Sequence, rows: int) -> None:
+        """`rows` more (or, negative, fewer) positions are planned; the sequence changes its running list when due."""
+        crosses = (seq.planned < seq.prefill_len) != (seq.planned + rows < seq.prefill_len)
+        if crosses:
+            self.running.remove(seq)
+        seq.planned += rows
+        if crosses:
+            self.running.add(seq)
+
+    def grow(self, seq: Sequence) -> int | None:
+        """One more block, preempting later sequences for it; None when the sequence must skip this step.
+
+        It skips while blocks are on their way back, and when it is the last itself. The first sequence in scheduling order is
+        never preempted and never the last of several, so it always gets its block once what drains has drained.
+        """
+        while self.blocks.available == 0:
+            victim = self.running.last()
+            if self.draining or victim is seq:
+                return None
+            self.preemptions += 1
+            victim.requeued = True
+            self.leave(victim, SeqState.DRAINING)
+        block = self.blocks.take()
+        seq.blocks.append(block)
+        seq.capacity += self._block_size
+        return block
+
+    def trim(self, seq: Sequence) -> None:
+        """Return the blocks that a discarded row took."""
+        keep = blocks_for(max(seq.planned, seq.prefill_len), self._block_size)
+        self.blocks.release(seq.blocks[keep:])
+        del seq.blocks[keep:]
+        seq.capacity = keep * self._block_size
+
+    def enter_blocks(self, seq: Sequence, committed: int) -> None:
+        """Positions below `committed` have read results: the full blocks among them enter the prefix tree."""
+        while seq.next_entry <= committed:
+            index = seq.next_entry // self._block_size - 1
+            self.tree.enter(self.tree.digest(seq, index), seq.blocks[index], self.blocks)
+            seq.next_entry += self._block_size
+        if seq.next_entry >= seq.prompt_len:
+            self._stop_computing(seq)
+
+    # RUNNING -> DRAINING, FINISHED
+
+    def leave(self, seq: Sequence, state: SeqState) -> None:
+        """Stop running: the FREE goes out with the next plan, slot and blocks return when the last results are read."""
+        slot = self._slot(seq)
+        self.running.remove(seq)
+        self._stop_computing(seq)
+        self.slots.drain(slot)
+        self.free_later(slot)
+        self.draining += 1
+        seq.state = state
+        if state is SeqState.DRAINING:
+            self._returning.append(seq)
+        if seq.in_flight == 0:
+            self.drained(seq)
+
+    def drained(self, seq: Sequence) -> None:
+        """No results that name the slot are unread: slot and blocks return, and a DRAINING sequence waits again."""
+        self.slots.release(self._slot(seq))
+        self._let_go(seq)
+        self.draining -= 1
+        if seq.state is SeqState.DRAINING:
+            self._returning.remove(seq)
+            self._wait(seq)
+
+    def finish(self, seq: Sequence) -> None:
+        """The sequence has its terminal event; what it holds returns when its last results are read."""
+        if seq.state is SeqState.RUNNING:
+            self.leave(seq, SeqState.FINISHED)
+            return
+        if seq.state is SeqState.WAITING:
+            self.queue.remove(seq)
+        else:
+            self._returning.remove(seq)
+        seq.state = SeqState.FINISHED
+
+    def free_later(self, slot: int) -> None:
+        """The slot's FREE goes out with the next plan, once."""
+        if slot not in self.frees:
+            self.frees.append(slot)
+
+    def _wait(self, seq: Sequence) -> None:
+        seq.planned = 0
+        seq.next_entry = NEVER
+        seq.void_from = NEVER
+        seq.state = SeqState.WAITING
+        self.queue.push(seq)
+
+    def _let_go(self, seq: Sequence) -> None:
+        self._holders[self._slot(seq)] = None
+        self.blocks.release(seq.blocks)
+        seq.blocks = []
+        seq.capacity = 0
+        seq.slot = None
+
+    def _stop_computing(self, seq: Sequence) -> None:
+        if self._computing.get(seq.group) is seq:
+            del self._computing[seq.group]
+
+    def _slot(self, seq: Sequence) -> int:
+        if seq.slot is None:
+            raise SchedulerError(f"{seq.request_id} ({seq.state.name}) has no slot")
+        return seq.slot
+
+    def holders(self) -> list[Sequence]:
+        """The sequences that have a slot, in slot order."""
+        return [seq for seq in self._holders if seq is not None]
+
+    def check_integrity(self) -> None:
+        """SchedulerError unless every owner's books add up, each by itself and together."""
+        self.slots.check_integrity()
+        self.queue.check_integrity()
+        self.running.check_integrity()
+        self.blocks.check_integrity([seq.blocks for seq in self.holders()])
+        self.tree.check_integrity(self.blocks)
+        for slot, seq in enumerate(self._holders):
+            state = self.slots.state(slot).name
+            expected = "EMPTY" if seq is None else "ACTIVE" if seq.state is SeqState.RUNNING else "DRAINING"
+            if state != expected or (seq is not None and seq.slot != slot):
+                raise SchedulerError(f"slot {slot} is {state}, its sequence says {expected}")
+            if seq is not None and seq.capacity != len(seq.blocks) * self._block_size:
+                raise SchedulerError(f"{seq.request_id} has {len(seq.blocks)} blocks and a capacity of {seq.capacity}")
+        holders = self.holders()
+        active = sum(seq.state is SeqState.RUNNING for seq in holders)
+        if (active, len(holders) - active) != (len(self.running), self.draining):
+            raise SchedulerError(f"{active} of {len(holders)} holders run; books say {len(self.running)}, {self.draining} drain")
+        returning = sum(seq.state is SeqState.DRAINING for seq in holders)
+        if returning != len(self._returning) or any(seq.state is not SeqState.DRAINING for seq in self._returning):
+            raise SchedulerError("the sequences that wait again later are not those that drain for it")
+        if any(seq.state is not SeqState.RUNNING for seq in self._computing.values()):
+            raise SchedulerError("a sequence that does not run counts as computing a prompt")

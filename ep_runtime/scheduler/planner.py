@@ -1,0 +1,142 @@
+"""What the next step does: decode rows first, then pieces of running prompts, then new prompts."""
+
+from __future__ import annotations
+
+from ep_runtime.scheduler.admission import blocks_for, piece_end, runs_alone
+from ep_runtime.scheduler.core import NEVER, Plan, SchedulerLimits, Sequence, SlotAlloc, StepRecord
+from ep_runtime.scheduler.lifecycle import Lifecycle
+from protocol.commands import Span, Wanted
+
+
+class Draft:
+    """A plan in the making; `room` is what is left of the token budget."""
+
+    __slots__ = ("admitted", "allocs", "room", "sequences", "spans", "tokens")
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.spans: list[Span] = []
+        self.sequences: list[Sequence] = []
+        self.tokens: list[int] = []
+        self.allocs: list[SlotAlloc] = []
+        self.admitted: list[Sequence] = []
+
+
+class Planner:
+    """Makes plans from the books of a `Lifecycle`, reserving there what a plan uses."""
+
+    def __init__(self, limits: SchedulerLimits, life: Lifecycle) -> None:
+        self._limits = limits
+        self._life = life
+        self._numbers = 0
+        self._was_solo = False
+
+    def make(self) -> StepRecord | None:
+        """The next step, or None when no slot moves and no row is due."""
+        draft = Draft(self._limits.max_batch_tokens)
+        solo = False
+        if self._was_solo or not (solo := self._plan_solo(draft)):
+            self._plan_batch(draft)
+            solo = not draft.spans and self._was_solo and self._plan_solo(draft)
+        self._was_solo = solo
+        # Last, because planning preempts: the victims' FREEs go out at once.
+        frees, self._life.frees = tuple(self._life.frees), []
+        if not draft.spans and not frees:
+            return None
+        self._numbers += 1
+        plan = Plan(
+            frees=frees,
+            allocs=tuple(draft.allocs),
+            spans=tuple(draft.spans),
+            tokens=tuple(draft.tokens),
+            owners=tuple([seq.request_id for seq in draft.sequences]),
+        )
+        return StepRecord(number=self._numbers, plan=plan, sequences=tuple(draft.sequences), admitted=tuple(draft.admitted))
+
+    def _plan_batch(self, draft: Draft) -> None:
+        preempted = self._life.preemptions
+        self._plan_decodes(draft, self._life.running.decoding)
+        if self._plan_prompts(draft) and preempted == self._life.preemptions:
+            while self._admit_next(draft, alone=False):
+                pass
+
+    def _plan_solo(self, draft: Draft) -> bool:
+        """A plan for one suspect of failed batches alone, in turn with plans for all others. False when none has work."""
+        solo = self._life.running.solo
+        if not solo:
+            return self._admit_next(draft, alone=True)
+        seq = solo[0]
+        if seq.planned >= seq.prefill_len:
+            self._plan_decodes(draft, [seq])
+        else:
+            self._plan_piece(draft, seq)
+        return bool(draft.spans)
+
+    def _plan_decodes(self, draft: Draft, decoding: list[Sequence]) -> None:
+        """One fed row each. The list loses preempted sequences while it is walked: only from behind the current one."""
+        add_span, add_sequence = draft.spans.append, draft.sequences.append
+        last = Wanted.LAST
+        for seq in decoding:
+            start = seq.planned
+            if start >= seq.row_limit:
+                continue
+            new_blocks = []
+            if start >= seq.capacity:
+                block = self._life.grow(seq)
+                if block is None:
+                    continue
+                new_blocks.append(block)
+            add_span(Span(seq.slot, start, 1, True, True, last, new_blocks))  # type: ignore[arg-type]
+            add_sequence(seq)
+            seq.planned = start + 1
+            seq.in_flight += 1
+            draft.room -= 1
+            if draft.room == 0:
+                break
+
+    def _plan_prompts(self, draft: Draft) -> bool:
+        """A piece for each running prompt, first come first served. False when one got none: then nobody overtakes it."""
+        # A copy, because a prompt that is planned to its end leaves the list.
+        return all(self._plan_piece(draft, seq) for seq in self._life.running.prefilling[:])
+
+    def _admit_next(self, draft: Draft, *, alone: bool) -> bool:
+        """Start the first waiting sequence with its first piece. False when it cannot start now: then nobody overtakes it."""
+        life = self._life
+        seq = life.queue.peek()
+        if seq is None or draft.room == 0 or life.slots.free == 0 or runs_alone(seq.failures) != alone:
+            return False
+        if life.overtakes(seq) or life.sibling_computes(seq):
+            return False
+        hits = life.find_prefix(seq)
+        start = len(hits) * self._limits.block_size
+        if self._piece_end(start, len(seq.tokens), seq, draft.room) == start:
+            return False
+        alloc = life.admit(seq, hits)
+        if alloc is None:
+            return False
+        draft.allocs.append(alloc)
+        draft.admitted.append(seq)
+        return self._plan_piece(draft, seq)
+
+    def _plan_piece(self, draft: Draft, seq: Sequence) -> bool:
+        start, total = seq.planned, seq.prefill_len
+        end = self._piece_end(start, total, seq, draft.room)
+        if end == start:
+            return False
+        size = self._limits.block_size
+        sampled = end == total and seq.token_limit > total
+        if seq.logprobs_from < NEVER and end >= seq.logprobs_from:
+            wanted = Wanted.ALL
+        else:
+            wanted = Wanted.LAST if sampled else Wanted.NONE
+        new_blocks = seq.blocks[blocks_for(start, size) : blocks_for(end, size)]
+        draft.spans.append(Span(seq.slot, start, end - start, False, sampled, wanted, new_blocks))  # type: ignore[arg-type]
+        draft.sequences.append(seq)
+        draft.tokens += seq.tokens[start:end]
+        draft.room -= end - start
+        seq.in_flight += 1
+        self._life.advance(seq, end - start)
+        return True
+
+    def _piece_end(self, start: int, total: int, seq: Sequence, room: int) -> int:
+        return piece_end(start, total, room, seq.prompt_len, self._limits)

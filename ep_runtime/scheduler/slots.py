@@ -1,0 +1,71 @@
+"""The owner of slot numbers."""
+
+from __future__ import annotations
+
+import heapq
+from enum import IntEnum
+
+from ep_runtime.scheduler.core import SchedulerError
+
+
+class SlotState(IntEnum):
+    """EMPTY may be allocated; DRAINING has lost its sequence, and results of a step that names it are unread."""
+
+    EMPTY = 0
+    ACTIVE = 1
+    DRAINING = 2
+
+
+class SlotPool:
+    """Slot numbers `0 .. max_slots - 1`; the lowest EMPTY one is taken first."""
+
+    def __init__(self, max_slots: int) -> None:
+        self._states = [SlotState.EMPTY] * max_slots
+        self._empty = list(range(max_slots))
+
+    @property
+    def total(self) -> int:
+        """All slots."""
+        return len(self._states)
+
+    @property
+    def free(self) -> int:
+        """EMPTY slots."""
+        return len(self._empty)
+
+    def state(self, slot: int) -> SlotState:
+        """The state of one slot."""
+        return self._states[slot]
+
+    def take(self) -> int:
+        """EMPTY -> ACTIVE; the caller has seen `free > 0`."""
+        if not self._empty:
+            raise SchedulerError("no slot is EMPTY")
+        slot = heapq.heappop(self._empty)
+        self._states[slot] = SlotState.ACTIVE
+        return slot
+
+    def drain(self, slot: int) -> None:
+        """ACTIVE -> DRAINING."""
+        self._move(slot, SlotState.ACTIVE, SlotState.DRAINING)
+
+    def release(self, slot: int) -> None:
+        """DRAINING -> EMPTY: no step that names the slot has unread results."""
+        self._move(slot, SlotState.DRAINING, SlotState.EMPTY)
+        heapq.heappush(self._empty, slot)
+
+    def untake(self, slot: int) -> None:
+        """ACTIVE -> EMPTY: the plan that took the slot was not sent."""
+        self._move(slot, SlotState.ACTIVE, SlotState.EMPTY)
+        heapq.heappush(self._empty, slot)
+
+    def _move(self, slot: int, before: SlotState, after: SlotState) -> None:
+        if self._states[slot] is not before:
+            raise SchedulerError(f"slot {slot} is {self._states[slot].name}, not {before.name}")
+        self._states[slot] = after
+
+    def check_integrity(self) -> None:
+        """SchedulerError unless the free list holds exactly the EMPTY slots."""
+        empty = [slot for slot, state in enumerate(self._states) if state is SlotState.EMPTY]
+        if sorted(self._empty) != empty:
+            raise SchedulerError(f"free list {sorted(self._empty)} is not the EMPTY slots {empty}")

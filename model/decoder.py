@@ -1,0 +1,120 @@
+"""The decoder that every family is an instance of: which layers it has, and how wide, is its configuration."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from model.base import BatchError, Communicator
+from model.batch import ForwardBatch, ForwardOutput
+from model.config import LayerConfig, ModelConfig
+from model.layers.attention import Attention
+from model.layers.build import Build
+from model.layers.delta_net import GatedDeltaNet
+from model.layers.mlp import Mlp
+from model.layers.moe import Moe
+from model.layers.norm import RMSNorm
+from model.layers.rotary import Rotary
+from model.layers.step import Step
+from model.parallel import ExpertPlacement, Parallel
+from model.spec import LayerKind, ModelSpec
+from model.state.registry import StateRegistry
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual layer: a token mixer, then an MLP."""
+
+    def __init__(self, number: int, layer: LayerConfig, config: ModelConfig, held: tuple[int, ...], build: Build) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, build, zero_centered=config.zero_centered)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, build, zero_centered=config.zero_centered)
+        self.mixer: Attention | GatedDeltaNet
+        if layer.kind is LayerKind.LINEAR:
+            self.mixer = GatedDeltaNet(number, config, build)
+        else:
+            self.mixer = Attention(number, layer, config, build)
+        self.moe = Moe(config.moe, config.hidden_size, held, build) if layer.sparse and config.moe is not None else None
+        self.mlp = None if self.moe is not None else Mlp(config.hidden_size, config.intermediate_size, build)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """`[T, hidden] -> [T, hidden]`"""
+        x = x + self.mixer(self.mixer_norm(x), step)
+        normed = self.mlp_norm(x)
+        if self.moe is not None:
+            return x.add_(self.moe(normed, step))
+        assert self.mlp is not None
+        return x.add_(self.mlp(normed))
+
+
+class VocabHead(nn.Module):
+    """This rank's shard of the output projection, padded with zero rows to the size of every rank's."""
+
+    def __init__(self, config: ModelConfig, parallel: Parallel, build: Build) -> None:
+        super().__init__()
+        self.vocab_size = config.vocab_size
+        self.shard = parallel.vocab_shard(config.vocab_size)
+        self.rank = parallel.rank
+        self.weight = None if config.tied else build.weight(self.shard, config.hidden_size)
+
+    def forward(self, rows: torch.Tensor, embedding: torch.Tensor, comm: Communicator) -> torch.Tensor | None:
+        """`[W, hidden]` -> `[W, vocab]` float32 on rank 0, None elsewhere. A tied head is this rank's rows of `embedding`."""
+        weight = embedding.narrow(0, self.rank * self.shard, self.shard) if self.weight is None else self.weight
+        shards = comm.gather_to_head(functional.linear(rows, weight))
+        if shards is None:
+            return None
+        logits = shards[0] if len(shards) == 1 else torch.cat(shards, -1)
+        return logits[:, : self.vocab_size].float()
+
+
+class Decoder(nn.Module):
+    """A model of one rank, as `model.base.Model` describes it.
+
+    Parameters need no gradient; run it in `torch.inference_mode` to save the bookkeeping of views.
+    """
+
+    def __init__(self, config: ModelConfig, spec: ModelSpec, parallel: Parallel, placement: ExpertPlacement, build: Build) -> None:
+        super().__init__()
+        self._spec = spec
+        self._rotary = Rotary(config.rope)
+        # A tied table is also the head: its shards are padded to one size, and it has the layout of a weight.
+        rows = parallel.world * parallel.vocab_shard(config.vocab_size) if config.tied else config.vocab_size
+        self.embedding = build.weight(rows, config.hidden_size) if config.tied else build.vector(rows, config.hidden_size)
+        held = placement.local(parallel.rank) if config.moe is not None else ()
+        self.layers = nn.ModuleList(DecoderLayer(number, layer, config, held, build) for number, layer in enumerate(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, build, zero_centered=config.zero_centered)
+        self.head = VocabHead(config, parallel, build)
+
+    def spec(self) -> ModelSpec:
+        """Sizes, layer kinds, caches and limits, as plain data."""
+        return self._spec
+
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """`[T, hidden]` input embeddings of the batch's tokens."""
+        return functional.embedding(batch.token_ids, self.embedding)
+
+    def forward(self, batch: ForwardBatch, state: StateRegistry, comm: Communicator) -> ForwardOutput:
+        """One ragged forward; writes the caches and recurrent states of the batch's slots."""
+        self._check(batch)
+        x = self.embed(batch)
+        cos, sin = self._rotary.tables(batch.positions, x.dtype)
+        step = Step(batch=batch, state=state, comm=comm, cos=cos, sin=sin)
+        captures = {}
+        for number, layer in enumerate(self.layers):
+            x = layer(x, step)
+            if number in batch.captures:
+                captures[number] = x.index_select(0, batch.wanted_rows)
+        routing = torch.stack(step.routing) if step.routing else None
+        if not len(batch.wanted_rows):
+            return ForwardOutput(logits=None, captures=captures, routing=routing)
+        rows = self.norm(x.index_select(0, batch.wanted_rows))
+        logits = self.head(rows, self.embedding, comm)
+        return ForwardOutput(logits=logits, hidden=rows if batch.hidden_rows else None, captures=captures, routing=routing)
+
+    def _check(self, batch: ForwardBatch) -> None:
+        """Raise BatchError for what this model cannot run; the same on every rank, before any collective."""
+        if batch.host.max_seq > self._spec.max_positions:
+            raise BatchError(f"a sequence of {batch.host.max_seq} positions; this model has {self._spec.max_positions}")
+        strange = [number for number in batch.captures if not 0 <= number < self._spec.num_layers]
+        if strange:
+            raise BatchError(f"captures of layers {strange}; this model has {self._spec.num_layers}")

@@ -1,0 +1,51 @@
+"""Routed experts, spread over the ranks, and the shared expert that every rank has."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kernels.experts import plan_experts, run_experts
+from kernels.router import route
+from model.config import MoeConfig
+from model.layers.build import Build
+from model.layers.mlp import Mlp
+from model.layers.step import Step
+
+
+class Moe(nn.Module):
+    """Every rank routes every row alike and runs the experts in `held`, its own in local order; partial sums are reduced once."""
+
+    def __init__(self, config: MoeConfig, hidden: int, held: tuple[int, ...], build: Build) -> None:
+        super().__init__()
+        self.top_k, self.normalise = config.top_k, config.normalise
+        self.num_experts = config.num_experts
+        self.router = build.linear(hidden, config.num_experts)
+        self.gate_up = build.weight(len(held), 2 * config.intermediate, hidden)
+        self.down = build.expert_down(len(held), hidden, config.intermediate)
+        self.shared = self.shared_gate = None
+        if config.shared_intermediate:
+            self.shared = Mlp(hidden, config.shared_intermediate, build)
+            self.shared_gate = build.linear(hidden, 1)
+        self._local = torch.full((config.num_experts,), -1, dtype=torch.int64)
+        self._local[list(held)] = torch.arange(len(held))
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """`[T, hidden] -> [T, hidden]`; one reduction, on every rank, whatever it holds."""
+        if self._local.device != x.device:
+            self._local = self._local.to(x.device)
+        weights, experts = route(self.router(x), self.top_k, self.normalise)
+        if step.batch.routing:
+            step.routing.append(experts.to(torch.int32))
+        form = plan_experts(
+            x.shape[0],
+            self.top_k,
+            self.num_experts,
+            self.gate_up.shape[0],
+            on_host=x.device.type == "cpu",
+            may_wait=not step.batch.decode_only,
+        )
+        out = step.comm.reduce(run_experts(form, x, experts, weights, self._local, self.gate_up, self.down))
+        if self.shared is not None and self.shared_gate is not None:
+            out = out + self.shared_gate(x).sigmoid() * self.shared(x)
+        return out

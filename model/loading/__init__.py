@@ -1,0 +1,1 @@
+"""Reading a checkpoint into a module: checks, files, dummy weights."""

@@ -1,0 +1,214 @@
+"""The slot table that every rank mirrors: host state that moves in command order, never from device results.
+
+The table bears an index of blocks, so that the work of a step is proportional to what it changes.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from hashlib import blake2b
+
+from protocol.commands import Body, Forward, Span
+from protocol.errors import EpDiverged
+
+NO_WRITER = -1
+_PACKED = struct.Struct("<IBQQIII?I")
+
+
+class SlotStatus(IntEnum):
+    """EMPTY slots hold None in the table. DRAINING is the head's own: freed on the wire, results still in flight."""
+
+    EMPTY = 0
+    ACTIVE = 1
+    DRAINING = 2
+    POISONED = 3
+
+
+@dataclass(kw_only=True, slots=True)
+class SequenceState:
+    """What every rank knows of the sequence in a slot.
+
+    `length` counts the rows in its state. `blocks` are in position order; the first `shared_blocks` of them came with ALLOC or COPY
+    and are never written. `can_feed`: its last row was sampled in this epoch, so its next token is on the device.
+    """
+
+    slot: int
+    status: SlotStatus
+    length: int
+    token_budget: int
+    blocks: list[int] = field(default_factory=list)
+    shared_blocks: int = 0
+    adapter: int = 0
+    owner_rank: int = 0
+    can_feed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotLimits:
+    """What bounds a command. `max_length` is in rows of one sequence, `max_rows` in rows of one forward.
+
+    `recurrent`: some layer's state cannot be cut at a position, so COPY takes all of its source, and prefixes cannot be shared.
+    """
+
+    max_slots: int
+    num_blocks: int
+    block_size: int
+    max_length: int
+    max_rows: int
+    world: int = 1
+    max_adapter: int = 0
+    recurrent: bool = False
+
+    def blocks_for(self, rows: int) -> int:
+        """Blocks that hold `rows` rows."""
+        return -(-rows // self.block_size)
+
+
+class SlotTable(list[SequenceState | None]):
+    """`max_slots` entries, None for EMPTY. Entries and their blocks change through `apply`, `poison` and `clear_all` alone.
+
+    `users[b]` counts the slots that name block b; `writer[b]` is the slot that b was given to as a new block, or `NO_WRITER`.
+    """
+
+    def __init__(self, limits: SlotLimits) -> None:
+        super().__init__([None] * limits.max_slots)
+        self.users = [0] * limits.num_blocks
+        self.writer = [NO_WRITER] * limits.num_blocks
+
+    def clear_all(self) -> None:
+        """Every slot to EMPTY: the start of an epoch."""
+        for slot in range(len(self)):
+            _free(slot, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What `apply` will do: free a slot, fill a slot (blocks past `shared_blocks` are its own), and move lengths by spans."""
+
+    freed: int | None = None
+    filled: SequenceState | None = None
+    spans: Sequence[Span] = ()
+
+
+def apply(change: Change, slots: SlotTable) -> None:
+    """Move the table. `change` was prepared against this table, with no other change between."""
+    if change.freed is not None:
+        _free(change.freed, slots)
+    if change.filled is not None:
+        state = change.filled
+        slots[state.slot] = state
+        _take(state.blocks, state.shared_blocks, state.slot, slots)
+    for span in change.spans:
+        grown = slots[span.slot]
+        assert grown is not None, f"slot {span.slot} emptied between prepare and apply"
+        grown.length += span.length
+        grown.can_feed = span.sampled
+        if span.new_blocks:
+            grown.blocks.extend(span.new_blocks)
+            _take(span.new_blocks, 0, span.slot, slots)
+
+
+def poison(command: Body, slots: SlotTable) -> None:
+    """After a forward that ran and failed alike on every rank: the state of its slots is unknown, and only FREE is left to them.
+
+    Other commands that fail leave the table as it was.
+    """
+    if isinstance(command, Forward):
+        for span in command.spans:
+            state = slots[span.slot] if span.slot < len(slots) else None
+            if state is not None:
+                state.status, state.can_feed = SlotStatus.POISONED, False
+
+
+def table_digest(slots: Sequence[SequenceState | None]) -> int:
+    """A u64 over everything that the table says: blake2b of a packing in slot order, so no hash or memory order enters."""
+    digest = blake2b(struct.pack("<I", len(slots)), digest_size=8)
+    for slot, state in enumerate(slots):
+        if state is None:
+            continue
+        digest.update(
+            _PACKED.pack(
+                slot,
+                state.status,
+                state.length,
+                state.token_budget,
+                state.shared_blocks,
+                state.adapter,
+                state.owner_rank,
+                state.can_feed,
+                len(state.blocks),
+            )
+        )
+        digest.update(struct.pack(f"<{len(state.blocks)}I", *state.blocks))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def check_integrity(slots: SlotTable, limits: SlotLimits) -> None:
+    """Recompute the index and every invariant; raises `EpDiverged` naming all that is wrong."""
+    faults = []
+    users = array("q", [0]) * limits.num_blocks
+    for slot, state in enumerate(slots):
+        if state is None:
+            continue
+        faults += [f"slot {slot}: {fault}" for fault in _faults(slot, state, limits)]
+        for block in state.blocks:
+            users[block] += 1
+    if len(slots) != limits.max_slots:
+        faults.append(f"table has {len(slots)} slots, not {limits.max_slots}")
+    for block in range(limits.num_blocks):
+        writer = slots.writer[block]
+        if users[block] != slots.users[block]:
+            faults.append(f"block {block} has {users[block]} users, the index says {slots.users[block]}")
+        owner = slots[writer] if writer != NO_WRITER else None
+        if writer != NO_WRITER and (owner is None or block not in owner.blocks[owner.shared_blocks :]):
+            faults.append(f"block {block} has writer {writer}, which does not hold it")
+        if users[block] > 1 and writable(block, slots, limits):
+            faults.append(f"block {block} has {users[block]} users and is still written by slot {writer}")
+    if faults:
+        raise EpDiverged(f"slot table: {'; '.join(faults)}")
+
+
+def _faults(slot: int, state: SequenceState, limits: SlotLimits) -> list[str]:
+    blocks = len(state.blocks)
+    return [
+        text
+        for wrong, text in (
+            (state.slot != slot, f"says it is slot {state.slot}"),
+            (state.status is SlotStatus.EMPTY, "is EMPTY and not None"),
+            (state.length > state.token_budget, f"length {state.length} is past its budget {state.token_budget}"),
+            (state.token_budget > limits.max_length, f"budget {state.token_budget} is past {limits.max_length}"),
+            (blocks < limits.blocks_for(state.length), f"{blocks} blocks do not cover length {state.length}"),
+            (state.shared_blocks * limits.block_size > state.length, f"{state.shared_blocks} shared blocks, length {state.length}"),
+            (len(set(state.blocks)) != blocks, f"a block twice in {state.blocks}"),
+        )
+        if wrong
+    ]
+
+
+def writable(block: int, slots: SlotTable, limits: SlotLimits) -> bool:
+    """Whether the slot that was given this block may still write rows to it: it holds it past its full blocks."""
+    writer = slots.writer[block]
+    state = slots[writer] if writer != NO_WRITER else None
+    return state is not None and block in state.blocks[state.length // limits.block_size :]
+
+
+def _take(blocks: Sequence[int], shared: int, slot: int, slots: SlotTable) -> None:
+    for index, block in enumerate(blocks):
+        slots.users[block] += 1
+        if index >= shared:
+            slots.writer[block] = slot
+
+
+def _free(slot: int, slots: SlotTable) -> None:
+    state = slots[slot]
+    if state is None:
+        return
+    slots[slot] = None
+    for block in state.blocks:
+        slots.users[block] -= 1
+        if slots.writer[block] == slot:
+            slots.writer[block] = NO_WRITER

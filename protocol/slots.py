@@ -1,0 +1,218 @@
+"""Whether a command may run on the slot table, and what it will change: the first half of every command.
+
+`prepare` validates and changes nothing; `apply` moves the table once the command has run. Both depend on the command and the
+table alone, so every rank comes to the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocol.commands import Alloc, Body, Copy, Forward, Free, Warm
+from protocol.errors import EpCommandFailed, EpDiverged
+from protocol.slot_table import (
+    Change,
+    SequenceState,
+    SlotLimits,
+    SlotStatus,
+    SlotTable,
+    apply,
+    check_integrity,
+    poison,
+    table_digest,
+    writable,
+)
+
+__all__ = [
+    "Change",
+    "SequenceState",
+    "SlotLimits",
+    "SlotStatus",
+    "SlotTable",
+    "apply",
+    "check_integrity",
+    "check_tokens",
+    "poison",
+    "prepare",
+    "table_digest",
+]
+
+
+def prepare(command: Body, seq_id: int, slots: SlotTable, limits: SlotLimits) -> Change:
+    """The change that a valid command makes. Nothing is changed here.
+
+    Raises `EpCommandFailed` with the reason, and `EpDiverged` when a span does not start at its slot's length.
+    """
+    if isinstance(command, Forward):
+        return _prepare_forward(command, slots, limits)
+    if isinstance(command, Alloc):
+        return _prepare_alloc(command, seq_id, slots, limits)
+    if isinstance(command, Copy):
+        return _prepare_copy(command, seq_id, slots, limits)
+    if isinstance(command, Free):
+        _require(0 <= seq_id < limits.max_slots, f"FREE: slot is {seq_id}, there are {limits.max_slots}")
+        return Change(freed=seq_id)
+    if isinstance(command, Warm):
+        over = [rows for rows in command.buckets if rows > limits.max_rows]
+        _require(not over, f"WARM: buckets {over} are over the limit of {limits.max_rows} rows")
+    return Change()
+
+
+def check_tokens(smallest: int, largest: int, vocab_size: int) -> None:
+    """Raise `EpCommandFailed` unless given tokens of a forward, by their extremes, are in the vocabulary."""
+    _require(smallest >= 0 and largest < vocab_size, f"tokens from {smallest} to {largest}, the vocabulary has {vocab_size}")
+
+
+def _prepare_forward(command: Forward, slots: SlotTable, limits: SlotLimits) -> Change:
+    name = command.cmd.name
+    size = limits.block_size
+    rows = 0
+    named: set[int] = set()
+    given: set[int] = set()
+    for span in command.spans:
+        slot, length = span.slot, span.length
+        if slot in named:
+            raise EpCommandFailed(f"{name}: slot {slot} is named twice")
+        named.add(slot)
+        state = _active(name, slot, slots, limits)
+        if span.start != state.length:
+            raise EpDiverged(f"{name}: slot {slot} starts at {span.start}, its length is {state.length}")
+        end = span.start + length
+        rows += length
+        if end > state.token_budget:
+            raise EpCommandFailed(f"{name}: slot {slot} would have {end} rows, its budget is {state.token_budget}")
+        if span.fed and not state.can_feed:
+            raise EpCommandFailed(f"{name}: slot {slot} is fed, but its last row in this epoch was not sampled")
+        blocks = len(state.blocks)
+        if span.new_blocks:
+            blocks += len(span.new_blocks)
+            _check_new(name, slot, span.new_blocks, given, slots, limits)
+            most = limits.blocks_for(state.token_budget)
+            if blocks > most:
+                raise EpCommandFailed(f"{name}: slot {slot} would have {blocks} blocks, its budget fills {most}")
+        if end > blocks * size:
+            raise EpCommandFailed(f"{name}: slot {slot} would have {end} rows in {blocks} blocks of {size}")
+    if rows > limits.max_rows:
+        raise EpCommandFailed(f"{name}: {rows} rows, at most {limits.max_rows}")
+    return Change(spans=command.spans)
+
+
+def _prepare_alloc(command: Alloc, slot: int, slots: SlotTable, limits: SlotLimits) -> Change:
+    _check_empty("ALLOC", slot, slots, limits)
+    _check_budget("ALLOC", slot, command.token_budget, limits)
+    _require(command.adapter <= limits.max_adapter, f"ALLOC: adapter is {command.adapter}, the highest is {limits.max_adapter}")
+    _require(command.owner_rank < limits.world, f"ALLOC: owner rank is {command.owner_rank}, there are {limits.world} ranks")
+    prefix, blocks = command.prefix_length, command.prefix_blocks
+    _require(
+        prefix == len(blocks) * limits.block_size,
+        f"ALLOC: prefix of {prefix} rows with {len(blocks)} blocks of {limits.block_size}",
+    )
+    _require(prefix < command.token_budget, f"ALLOC: prefix of {prefix} rows leaves none of the budget {command.token_budget}")
+    _require(not (prefix and limits.recurrent), "ALLOC: a prefix of blocks cannot stand for recurrent state")
+    _check_shared("ALLOC", slot, blocks, slots, limits)
+    state = SequenceState(
+        slot=slot,
+        status=SlotStatus.ACTIVE,
+        length=prefix,
+        token_budget=command.token_budget,
+        blocks=list(blocks),
+        shared_blocks=len(blocks),
+        adapter=command.adapter,
+        owner_rank=command.owner_rank,
+    )
+    return Change(filled=state)
+
+
+def _prepare_copy(command: Copy, slot: int, slots: SlotTable, limits: SlotLimits) -> Change:
+    _check_empty("COPY", slot, slots, limits)
+    source = _active("COPY", command.source, slots, limits)
+    length, shared, pairs = command.length, len(command.shared_blocks), command.block_pairs
+    _require(length <= source.length, f"COPY: length is {length}, slot {source.slot} has {source.length} rows")
+    _require(
+        length == source.length or not limits.recurrent,
+        f"COPY: length is {length}, the recurrent state of slot {source.slot} is at {source.length}",
+    )
+    _check_budget("COPY", slot, command.token_budget, limits)
+    _require(length <= command.token_budget, f"COPY: length is {length}, the budget is {command.token_budget}")
+    _require(
+        shared * limits.block_size <= length, f"COPY: {shared} shared blocks of {limits.block_size} are not full at {length} rows"
+    )
+    _require(
+        shared + len(pairs) == limits.blocks_for(length),
+        f"COPY: {shared} shared and {len(pairs)} copied blocks, {length} rows need {limits.blocks_for(length)}",
+    )
+    origins = [*command.shared_blocks, *(origin for origin, _ in pairs)]
+    _require(
+        origins == source.blocks[: len(origins)], f"COPY: blocks {origins} are not the first of slot {source.slot}: {source.blocks}"
+    )
+    targets = [target for _, target in pairs]
+    _check_new("COPY", slot, targets, set(), slots, limits)
+    state = SequenceState(
+        slot=slot,
+        status=SlotStatus.ACTIVE,
+        length=length,
+        token_budget=command.token_budget,
+        blocks=[*command.shared_blocks, *targets],
+        shared_blocks=shared,
+        adapter=source.adapter,
+        owner_rank=source.owner_rank,
+    )
+    return Change(filled=state)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise EpCommandFailed(message)
+
+
+def _active(name: str, slot: int, slots: SlotTable, limits: SlotLimits) -> SequenceState:
+    if not 0 <= slot < limits.max_slots:
+        raise EpCommandFailed(f"{name}: slot is {slot}, there are {limits.max_slots}")
+    state = slots[slot]
+    if state is None or state.status is not SlotStatus.ACTIVE:
+        found = SlotStatus.EMPTY if state is None else state.status
+        raise EpCommandFailed(f"{name}: slot {slot} is {found.name}, not ACTIVE")
+    return state
+
+
+def _check_empty(name: str, slot: int, slots: SlotTable, limits: SlotLimits) -> None:
+    _require(0 <= slot < limits.max_slots, f"{name}: slot is {slot}, there are {limits.max_slots}")
+    state = slots[slot]
+    if state is not None:
+        raise EpCommandFailed(f"{name}: slot {slot} is {state.status.name}, not EMPTY")
+
+
+def _check_budget(name: str, slot: int, budget: int, limits: SlotLimits) -> None:
+    _require(
+        budget <= limits.max_length, f"{name}: budget of slot {slot} is {budget}, the longest sequence has {limits.max_length}"
+    )
+
+
+def _check_new(name: str, slot: int, blocks: Sequence[int], given: set[int], slots: SlotTable, limits: SlotLimits) -> None:
+    """Blocks that will be written: in range, named once in the command (`given` collects them), and in no slot's table."""
+    for block in blocks:
+        if not 0 <= block < limits.num_blocks:
+            raise EpCommandFailed(f"{name}: block {block} for slot {slot}, there are {limits.num_blocks}")
+        if block in given:
+            raise EpCommandFailed(f"{name}: block {block} for slot {slot} is given twice")
+        if slots.users[block]:
+            raise EpCommandFailed(f"{name}: block {block} for slot {slot} is held by {_holders(block, slots)}")
+        given.add(block)
+
+
+def _check_shared(name: str, slot: int, blocks: Sequence[int], slots: SlotTable, limits: SlotLimits) -> None:
+    """Blocks that will only be read: in range, named once, and past what any slot still writes."""
+    given: set[int] = set()
+    for block in blocks:
+        if not 0 <= block < limits.num_blocks:
+            raise EpCommandFailed(f"{name}: block {block} for slot {slot}, there are {limits.num_blocks}")
+        if block in given:
+            raise EpCommandFailed(f"{name}: block {block} for slot {slot} is given twice")
+        if writable(block, slots, limits):
+            raise EpCommandFailed(f"{name}: block {block} for slot {slot} is still written by slot {slots.writer[block]}")
+        given.add(block)
+
+
+def _holders(block: int, slots: SlotTable) -> str:
+    held = [str(slot) for slot, state in enumerate(slots) if state is not None and block in state.blocks]
+    return f"slot{'s' * (len(held) > 1)} {', '.join(held)}"

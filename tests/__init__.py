@@ -1,0 +1,1 @@
+"""Tests: unit (one process), distributed (real ranks), http, gpu."""

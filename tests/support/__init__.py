@@ -1,0 +1,1 @@
+"""What tests of several areas share: the rank pool and references."""

@@ -1,0 +1,49 @@
+"""Applies a weight map to a folder's tensors in a few lines: what the loader must do, without how it does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.families.registry import build_model, resolve, weight_map
+from model.parallel import ExpertPlacement, Parallel
+from tests.support.checkpoints import read_config
+
+
+def load_rank(path: Path, rank: int = 0, world: int = 1, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+    """One rank's model, filled from the folder."""
+    config, placement = placed(path, world)
+    parallel = Parallel(rank, world)
+    tensors = read_tensors(path)
+    names = weight_map(config, placement, parallel, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    model = build_model(config, parallel, placement, dtype=dtype, device=device)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == names.pieces.keys()
+    read = set()
+    for name, pieces in names.pieces.items():
+        parameters[name].fill_(0.0 if name in ("embedding", "head.weight") else torch.nan)
+        for piece in pieces:
+            tensor = tensors[piece.name]
+            assert tuple(tensor.shape) == piece.shape, piece.name
+            value = tensor[piece.source] if piece.source else tensor
+            parameters[name][piece.target].copy_(value.mT if piece.transpose else value)
+            read.add(piece.name)
+        assert not parameters[name].isnan().any(), name
+    for name in tensors:
+        assert name in read or name in names.foreign or name.startswith(names.ignored), name
+    return model
+
+
+def placed(path: Path, world: int) -> tuple[ModelConfig, ExpertPlacement]:
+    """The folder's configuration and its experts over `world` ranks."""
+    config = resolve(read_config(path))
+    return config, ExpertPlacement.build(config.moe.num_experts if config.moe else 0, world)
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder."""
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}

@@ -1,0 +1,187 @@
+"""Drives a scheduler against the fake device as the head loop does, checking every law after every call."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+from fake_device import CommandFailed, FakeDevice, prompt_logprob, run_alone
+
+from ep_runtime.scheduler.core import Plan, SchedulerLimits, StepResult
+from ep_runtime.scheduler.scheduler import Scheduler
+from ep_runtime.scheduler.slots import SlotState
+from protocol.messages import SamplingParams, SequenceUpdate, Submit
+
+
+def limits(**changes) -> SchedulerLimits:
+    values = {
+        "max_slots": 4,
+        "num_blocks": 32,
+        "block_size": 4,
+        "max_model_len": 64,
+        "max_batch_tokens": 16,
+        "max_queue": 1000,
+    }
+    return SchedulerLimits(**{**values, **changes})
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 4, **changes) -> Submit:
+    names = ("group", "priority", "generated", "adapter")
+    message = {name: changes.pop(name) for name in names if name in changes}
+    message.setdefault("group", request_id)
+    return Submit(
+        request_id=request_id, prompt=prompt, sampling=SamplingParams(seed=0, max_tokens=max_tokens, **changes), **message
+    )
+
+
+@dataclass
+class Answer:
+    """What the client of one request has seen."""
+
+    tokens: list[int] = field(default_factory=list)
+    final: SequenceUpdate | None = None
+    prompt_logprobs: dict[int, object] = field(default_factory=dict)
+    cached: int = 0
+
+
+class Driver:
+    """One scheduler, one device, and up to `depth` launched plans beyond the one whose results are read next."""
+
+    def __init__(self, limits: SchedulerLimits, depth: int = 1, evil: frozenset[str] = frozenset(), check: bool = True) -> None:
+        self.limits = limits
+        self.depth = depth
+        self.check = check
+        self.scheduler = Scheduler(limits)
+        self.device = FakeDevice(limits.max_slots, limits.num_blocks, limits.block_size, limits.max_batch_tokens, evil)
+        self.queue: deque[tuple[Plan, StepResult | None]] = deque()
+        self.messages: dict[str, Submit] = {}
+        self.answers: dict[str, Answer] = {}
+        self.plans: list[Plan] = []
+
+    def submit(self, message: Submit) -> SequenceUpdate | None:
+        self.messages[message.request_id] = message
+        self.device.prompts[message.request_id] = message.prompt
+        self.answers[message.request_id] = Answer()
+        update = self.scheduler.submit(message)
+        self.take([update] if update is not None else [])
+        return update
+
+    def abort(self, *request_ids: str) -> None:
+        self.scheduler.abort(request_ids)
+        self.take(self.scheduler.drain_updates())
+
+    def take(self, updates: list[SequenceUpdate]) -> None:
+        """Give updates to their clients; check the scheduler's books."""
+        for update in updates:
+            answer = self.answers[update.request_id]
+            assert answer.final is None, f"{update.request_id} gets an update after its terminal one"
+            answer.tokens += update.tokens
+            for index, entry in enumerate(update.prompt_logprobs or []):
+                position = update.prompt_start + index
+                assert position not in answer.prompt_logprobs
+                answer.prompt_logprobs[position] = entry
+            answer.cached += update.cached
+            if update.finish is not None:
+                answer.final = update
+        if self.check:
+            self.scheduler.check_integrity()
+
+    def plan(self) -> Plan | None:
+        plan = self.scheduler.plan()
+        self.take([])
+        if plan is None:
+            assert self.queue or not self.scheduler.stats().waiting + self.scheduler.stats().running, "nothing to do, yet not done"
+            return None
+        slots = self.scheduler._life.slots
+        for span in plan.spans:
+            assert slots.state(span.slot) is SlotState.ACTIVE, f"slot {span.slot} is planned but {slots.state(span.slot).name}"
+        return plan
+
+    def launch(self, plan: Plan) -> None:
+        self.plans.append(plan)
+        self.scheduler.launched(plan)
+        try:
+            result = self.device.execute(plan)
+        except CommandFailed:
+            self.queue.append((plan, None))
+        else:
+            if plan.spans:
+                self.queue.append((plan, result))
+            else:
+                self.take(self.scheduler.complete(result))
+        self.take([])
+
+    def discard(self, plan: Plan, half_sent: bool = False) -> None:
+        """Give the plan back, after its FREEs and ALLOCs took effect if it was half sent."""
+        if half_sent:
+            self.device.move_slots(plan)
+        self.scheduler.discard(plan, [alloc.slot for alloc in plan.allocs] if half_sent else [])
+        self.take([])
+
+    def read(self) -> None:
+        """Results of the oldest plan."""
+        plan, result = self.queue.popleft()
+        if result is None:
+            self.take(self.scheduler.fail(plan, "the forward failed"))
+        else:
+            self.take(self.scheduler.complete(result))
+
+    def step(self) -> bool:
+        """Plan and launch one step, read what is older than `depth`. False when nothing could be done."""
+        plan = self.plan()
+        if plan is not None:
+            self.launch(plan)
+        did = plan is not None
+        while self.queue and (len(self.queue) > self.depth or plan is None):
+            self.read()
+            did = True
+            if plan is None:
+                break
+        return did
+
+    def run(self, most: int = 10_000) -> None:
+        """To the end."""
+        for _ in range(most):
+            if not self.step():
+                break
+        assert self.scheduler.idle
+        self.check_end()
+
+    def check_end(self) -> None:
+        """Nothing leaks, and every request has its one terminal event."""
+        stats = self.scheduler.stats()
+        assert stats.free_blocks == self.limits.num_blocks
+        assert stats.free_slots == self.limits.max_slots
+        assert self.device.slots == [None] * self.limits.max_slots, "a slot was never freed on the device"
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert all(answer.final is not None for answer in self.answers.values())
+
+    def check_answers(self) -> None:
+        """Finished requests got what they would get alone; ended ones a beginning of it."""
+        for request_id, message in self.messages.items():
+            answer, sampling = self.answers[request_id], message.sampling
+            stops = frozenset(sampling.stop_token_ids)
+            if not sampling.ignore_eos:
+                stops |= set(self.limits.eos_token_ids)
+            tokens, finish = run_alone(message.prompt, sampling.max_tokens, stops, sampling.min_tokens)
+            assert tokens[: len(message.generated)] == message.generated
+            expected = tokens[len(message.generated) :]
+            assert answer.final is not None
+            if answer.final.finish in ("stop", "length"):
+                assert answer.tokens == expected, request_id
+                assert answer.final.finish == finish
+                assert answer.final.stop_token == (tokens[-1] if finish == "stop" else None)
+                self._check_prompt_logprobs(message, answer)
+            else:
+                assert answer.tokens == expected[: len(answer.tokens)]
+
+    def _check_prompt_logprobs(self, message: Submit, answer: Answer) -> None:
+        expected = {}
+        if message.sampling.prompt_logprobs is not None and not message.generated:
+            expected = {p: prompt_logprob(message.prompt[:p], message.prompt[p]) for p in range(1, len(message.prompt))}
+        assert answer.prompt_logprobs == expected
+
+
+def random_prompt(random: Random, most: int, alphabet: int = 50) -> list[int]:
+    return [random.randrange(alphabet) for _ in range(random.randint(1, most))]

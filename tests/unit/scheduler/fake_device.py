@@ -1,0 +1,141 @@
+"""An independent model of what ranks do with plans: the oracle of cache correctness for the scheduler's tests.
+
+Cache cells hold (token, position). A sampled token is a function of the tokens that attention reads through the block table, so a
+wrong block gives a wrong token, besides failing an assertion here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from dataclasses import dataclass, field
+
+from ep_runtime.scheduler.core import Plan, SpanResult, StepResult
+from protocol.commands import Wanted
+from protocol.messages import TokenLogprobs
+
+VOCAB = 50
+
+
+def next_token(prefix: list[int]) -> int:
+    return zlib.crc32(array("i", prefix).tobytes()) % VOCAB
+
+
+def run_alone(prompt: list[int], max_tokens: int, stops: frozenset[int], min_tokens: int = 0) -> tuple[list[int], str]:
+    """Generated tokens and finish reason of a request that has the device to itself."""
+    tokens = list(prompt)
+    for count in range(1, max_tokens + 1):
+        tokens.append(next_token(tokens))
+        if count >= min_tokens and tokens[-1] in stops:
+            return tokens[len(prompt) :], "stop"
+    return tokens[len(prompt) :], "length"
+
+
+def prompt_logprob(prefix: list[int], token: int) -> TokenLogprobs:
+    return TokenLogprobs(-(zlib.crc32(array("i", [*prefix, token]).tobytes()) % 997) / 10, 1, [], [])
+
+
+class CommandFailed(Exception):
+    pass
+
+
+@dataclass
+class Slot:
+    budget: int
+    table: list[int]
+    length: int
+    shared: int
+    last: int | None = None
+    poisoned: bool = False
+    request_id: str = ""
+
+
+@dataclass
+class FakeDevice:
+    max_slots: int
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    evil: frozenset[str] = frozenset()
+    """Requests whose forwards fail."""
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    """By request, for prompt logprobs: the row before a chunk's end is scored against the token after it."""
+    slots: list[Slot | None] = field(init=False)
+    cells: list[list[tuple[int, int] | None]] = field(init=False)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.slots = [None] * self.max_slots
+        self.cells = [[None] * self.block_size for _ in range(self.num_blocks)]
+
+    def move_slots(self, plan: Plan) -> None:
+        """The plan's FREEs and ALLOCs."""
+        assert len(set(plan.frees)) == len(plan.frees)
+        for slot in plan.frees:
+            self.slots[slot] = None
+        for alloc in plan.allocs:
+            assert self.slots[alloc.slot] is None, f"ALLOC of slot {alloc.slot}, which is in use"
+            assert alloc.prefix_length == len(alloc.prefix_blocks) * self.block_size
+            assert alloc.token_budget >= 1
+            self.slots[alloc.slot] = Slot(
+                alloc.token_budget, list(alloc.prefix_blocks), alloc.prefix_length, alloc.prefix_length, request_id=alloc.request_id
+            )
+
+    def execute(self, plan: Plan) -> StepResult:
+        """The whole plan; CommandFailed (and poisoned slots) when it names an evil request or a poisoned slot."""
+        self.steps += 1
+        self.move_slots(plan)
+        named = [span.slot for span in plan.spans]
+        assert len(set(named)) == len(named), "a slot is named twice"
+        assert sum(span.length for span in plan.spans) <= self.max_rows, "the token budget is exceeded"
+        assert len(plan.owners) == len(plan.spans)
+        slots = [self.slots[slot] for slot in named]
+        for slot, owner in zip(slots, plan.owners, strict=True):
+            assert slot is not None, "a span names an EMPTY slot"
+            assert slot.request_id == owner
+        if any(slot.poisoned for slot in slots) or self.evil.intersection(plan.owners):
+            for slot in slots:
+                slot.poisoned = True
+            raise CommandFailed
+        given = list(plan.tokens)
+        # All writes come before all reads, as in one layer of a forward.
+        for slot, span in zip(slots, plan.spans, strict=True):
+            self._write(slot, span, given)
+        assert not given, "the plan carries tokens that no span takes"
+        return StepResult(plan=plan, spans=tuple(self._read(slot, span) for slot, span in zip(slots, plan.spans, strict=True)))
+
+    def _write(self, slot, span, given) -> None:
+        assert span.start == slot.length, "a span does not start at the slot's length"
+        assert span.start + span.length <= slot.budget
+        slot.table += span.new_blocks
+        count = span.length - (1 if span.fed else 0)
+        rows, given[:count] = given[:count], []
+        if span.fed:
+            assert slot.last is not None, "fed, but the last row sampled nothing"
+            rows = [slot.last, *rows]
+        others = {block for other in self.slots if other is not None and other is not slot for block in other.table}
+        for position, token in enumerate(rows, span.start):
+            block = slot.table[position // self.block_size]
+            assert block not in others, f"block {block} is shared and written"
+            assert position >= slot.shared
+            self.cells[block][position % self.block_size] = (token, position)
+        slot.length += span.length
+        assert len(slot.table) == -(-slot.length // self.block_size), "blocks are sent early or late"
+        slot.last = None
+
+    def _read(self, slot, span) -> SpanResult:
+        prefix = []
+        for position in range(slot.length):
+            cell = self.cells[slot.table[position // self.block_size]][position % self.block_size]
+            assert cell is not None
+            assert cell[1] == position, f"position {position} reads what was written for {cell[1]}"
+            prefix.append(cell[0])
+        token = None
+        if span.sampled:
+            assert span.wanted in (Wanted.LAST, Wanted.ALL)
+            token = slot.last = next_token(prefix)
+        if span.wanted is not Wanted.ALL:
+            return SpanResult(token=token)
+        prompt = self.prompts[slot.request_id]
+        ends = range(span.start + 1, min(slot.length + 1, len(prompt)))
+        return SpanResult(token=token, prompt_start=span.start + 1, prompt_logprobs=[prompt_logprob(prefix[:p], prompt[p]) for p in ends])

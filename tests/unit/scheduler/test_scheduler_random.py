@@ -1,0 +1,134 @@
+"""Random request mixes: laws that hold whatever is asked, aborted, discarded or failing, at any pipeline depth."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from driver import Driver, limits, random_prompt, request
+from fake_device import run_alone
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+
+def random_limits(random: Random):
+    block_size = random.choice([1, 2, 4, 5])
+    slots = random.randint(1, 6)
+    multiple = random.choice([1, 1, 1, 2, 4])
+    max_model_len = random.randint(12, 48)
+    # From a pool that the longest request cannot fit to one for three of them.
+    num_blocks = max(2, int(max_model_len / block_size * random.choice([0.7, 1, 1.3, 2, 3])))
+    return limits(
+        max_slots=slots,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_batch_tokens=slots + multiple - 1 + random.choice([0, 0, 1, 3, 10, 40]),
+        chunk_multiple=multiple,
+        prefix_cache=random.random() < 0.6,
+        single_chunk=random.random() < 0.15,
+        eos_token_ids=tuple(random.sample(range(50), random.choice([0, 1, 4]))),
+        max_queue=random.choice([2, 1000, 1000]),
+    )
+
+
+def random_messages(random: Random, number: int, positions: int) -> list:
+    """One HTTP request: n sequences of one group, nearly always of at most `positions` tokens. Some are in the middle of their answer."""
+    common = [7] * random.choice([0, 0, 6, 13])
+    prompt = (common + random_prompt(random, 14, random.choice([2, 50])))[:positions]
+    max_tokens = min(random.choice([0, 1, 2, 5, 9, 20, 40]), positions - len(prompt) + 2 * (random.random() < 0.05))
+    sampling = {
+        "stop_token_ids": random.sample(range(50), random.choice([0, 0, 3])),
+        "ignore_eos": random.random() < 0.3,
+        "min_tokens": random.choice([0, 0, 3]),
+        "prompt_logprobs": random.choice([None, None, None, 1]),
+    }
+    generated = []
+    if random.random() < 0.2 and max_tokens > 1:
+        # Stops of any kind are left out, so the replayed beginning is one that did not end.
+        sampling |= {"ignore_eos": True, "stop_token_ids": []}
+        generated = run_alone(prompt, max_tokens, frozenset())[0][: random.randint(1, max_tokens - 1)]
+    count = random.choice([1, 1, 1, 2, 4])
+    return [
+        request(
+            f"{number}.{i}",
+            list(prompt),
+            max_tokens,
+            group=str(number),
+            priority=random.choice([0, 0, 0, -1, 3]),
+            generated=list(generated),
+            adapter=number % 2,
+            **sampling,
+        )
+        for i in range(count)
+    ]
+
+
+def drive(seed: int, *, requests: int, aborts: float, discards: float, evil: float) -> Driver:
+    random = Random(seed)
+    bound = random_limits(random)
+    positions = min(bound.max_model_len, bound.num_blocks * bound.block_size)
+    if bound.single_chunk:
+        positions = min(positions, bound.max_batch_tokens)
+    pending = [message for n in range(requests) for message in random_messages(random, n, positions)]
+    named = frozenset(message.request_id for message in pending if random.random() < evil)
+    driver = Driver(bound, depth=random.randint(0, 2), evil=named)
+    pending.reverse()
+    for _ in range(20_000):
+        while pending and random.random() < 0.4:
+            driver.submit(pending.pop())
+        if random.random() < aborts:
+            driver.abort(*random.sample(sorted(driver.messages), min(2, len(driver.messages))))
+        plan = driver.plan()
+        if plan is not None:
+            if random.random() < aborts:
+                driver.abort(random.choice(sorted(driver.messages)))
+            if driver.queue and random.random() < 0.2:
+                driver.read()
+            if random.random() < discards:
+                driver.discard(plan, half_sent=random.random() < 0.5)
+            else:
+                driver.launch(plan)
+        while driver.queue and (len(driver.queue) > driver.depth or plan is None or random.random() < 0.1):
+            driver.read()
+        if not pending and driver.scheduler.idle:
+            break
+    assert driver.scheduler.idle, "starvation: the mix does not come to its end"
+    driver.check_end()
+    driver.check_answers()
+    return driver
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(seed=st.integers(0, 2**32), aborts=st.sampled_from([0.0, 0.05, 0.4]), discards=st.sampled_from([0.0, 0.1, 0.6]))
+def test_any_mix_ends_with_right_answers_and_no_leak(seed, aborts, discards):
+    drive(seed, requests=10, aborts=aborts, discards=discards, evil=0.0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_long_mixes(seed):
+    driver = drive(1000 + seed, requests=60, aborts=0.03, discards=0.05, evil=0.0)
+    assert len(driver.messages) > 60
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_failing_requests_end_alone_and_spare_the_others(seed):
+    driver = drive(seed, requests=12, aborts=0.0, discards=0.1, evil=0.1)
+    for request_id, answer in driver.answers.items():
+        served = answer.final.status not in (400, 429)
+        if served and not driver.messages[request_id].generated:
+            assert (answer.final.finish == "error") == (request_id in driver.device.evil)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+def test_plans_are_a_function_of_the_calls(depth):
+    def plans() -> list:
+        random = Random(depth)
+        driver = Driver(limits(num_blocks=12, prefix_cache=True), depth=depth)
+        for number in range(30):
+            for message in random_messages(random, number, 40):
+                driver.submit(message)
+        driver.run()
+        return driver.plans
+
+    assert plans() == plans()

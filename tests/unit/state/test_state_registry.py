@@ -1,0 +1,229 @@
+"""The registry: what it allocates, copies, digests and gives back, with values set by hand."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model.spec import CacheSpec, LayerKind, ModelSpec, StateSpec
+from model.state.checksum import checksum, combine
+from model.state.registry import SlotExtent, StateRegistry, bytes_per_block, bytes_per_slot
+
+SPEC = ModelSpec(
+    architecture="Hybrid",
+    family="hybrid",
+    vocab_size=100,
+    hidden_size=32,
+    num_layers=3,
+    layer_kinds=(LayerKind.LINEAR, LayerKind.FULL, LayerKind.SLIDING),
+    caches=(CacheSpec(layer=1, kv_heads=2, head_dim=8), CacheSpec(layer=2, kv_heads=1, head_dim=4, window=8)),
+    states=(
+        StateSpec(layer=0, name="conv", shape=(6, 3)),
+        StateSpec(layer=0, name="h", shape=(2, 4, 4), dtype="float32"),
+        StateSpec(layer=2, name="count", shape=(), dtype="int64"),
+    ),
+    max_positions=64,
+)
+
+
+def make(dtype: torch.dtype = torch.bfloat16, spec: ModelSpec = SPEC) -> StateRegistry:
+    return StateRegistry(spec, max_slots=4, num_blocks=6, block_size=4, dtype=dtype, device="cpu")
+
+
+def randomised(seed: int = 0) -> StateRegistry:
+    state = make()
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors(state):
+        if tensor.dtype == torch.int64:
+            tensor.random_(generator=generator)
+        else:
+            tensor.normal_(generator=generator)
+    return state
+
+
+def tensors(state: StateRegistry) -> list[torch.Tensor]:
+    return [*state.kv(1), *state.kv(2), state.recurrent(0, "conv"), state.recurrent(0, "h"), state.recurrent(2, "count")]
+
+
+def test_allocates_what_the_spec_declares() -> None:
+    state = make()
+    shapes = [(6, 4, 2, 8), (6, 4, 2, 8), (6, 4, 1, 4), (6, 4, 1, 4), (4, 6, 3), (4, 2, 4, 4), (4,)]
+    dtypes = [torch.bfloat16] * 5 + [torch.float32, torch.int64]
+    assert [tuple(tensor.shape) for tensor in tensors(state)] == shapes
+    assert [tensor.dtype for tensor in tensors(state)] == dtypes
+    assert all(not tensor.any() for tensor in tensors(state))
+    assert state.nbytes == sum(tensor.nbytes for tensor in tensors(state))
+    assert state.nbytes == 6 * bytes_per_block(SPEC, 4, "bfloat16") + 4 * bytes_per_slot(SPEC, "bfloat16")
+    state.check_integrity()
+
+
+def test_a_model_may_keep_nothing_or_only_one_kind() -> None:
+    bare = make(spec=replace(SPEC, caches=(), states=()))
+    assert bare.nbytes == 0
+    bare.zero_slot(0)
+    bare.copy_blocks([(0, 1)])
+    assert bare.digest([(0, 0, None), (1, 4, [3])]) == 0
+    bare.check_integrity()
+
+
+def test_zero_and_copy_touch_one_slot() -> None:
+    state = randomised()
+    before = {name: state.recurrent(*name).clone() for name in ((0, "conv"), (0, "h"), (2, "count"))}
+    state.zero_slot(1)
+    state.copy_slot(2, 3)
+    for name, old in before.items():
+        new = state.recurrent(*name)
+        assert torch.equal(new[0], old[0])
+        assert not new[1].any()
+        assert torch.equal(new[2], old[2])
+        assert torch.equal(new[3], old[2])
+
+
+def test_blocks_are_copied_in_all_layers_at_once() -> None:
+    state = randomised()
+    before = [tensor.clone() for layer in (1, 2) for tensor in state.kv(layer)]
+    state.copy_blocks([(0, 1), (1, 2), (5, 0)])
+    for old, new in zip(before, [tensor for layer in (1, 2) for tensor in state.kv(layer)], strict=True):
+        assert torch.equal(new, old[[5, 0, 1, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("pairs", [[(0, 6)], [(-1, 2)], [(0, 2), (1, 2)]])
+def test_bad_block_pairs_change_nothing(pairs: list[tuple[int, int]]) -> None:
+    state = randomised()
+    before = [tensor.clone() for tensor in tensors(state)]
+    with pytest.raises(ValueError, match="block pairs"):
+        state.copy_blocks(pairs)
+    assert all(torch.equal(old, new) for old, new in zip(before, tensors(state), strict=True))
+
+
+@pytest.mark.parametrize("slot", [-1, 4])
+def test_slots_out_of_range_are_refused(slot: int) -> None:
+    state = make()
+    for use in (lambda: state.zero_slot(slot), lambda: state.copy_slot(0, slot), lambda: state.digest([(slot, 0, None)])):
+        with pytest.raises(ValueError, match=f"slot {slot}"):
+            use()
+
+
+def test_equal_bits_give_equal_digests_wherever_they_lie() -> None:
+    one, other = randomised(7), randomised(7)
+    extents = [SlotExtent(0, 7, [3, 1]), SlotExtent(2, 0, None), SlotExtent(1, 3, [4])]
+    assert one.digest(extents) == other.digest(extents)
+    assert 0 <= one.digest(extents) < 2**64
+    other.copy_slot(0, 3)
+    other.copy_blocks([(3, 5), (1, 0)])
+    assert one.digest([(0, 7, [3, 1])]) == other.digest([(3, 7, [5, 0])])
+    assert one.digest(extents) != randomised(8).digest(extents)
+
+
+def test_any_single_bit_of_what_is_covered_changes_the_digest() -> None:
+    state = randomised()
+    extents = [SlotExtent(0, 7, [3, 1]), SlotExtent(2)]
+    base = state.digest(extents)
+    covered = [
+        *((tensor, (2, 1)) for tensor in (state.recurrent(0, "conv")[0], state.recurrent(0, "h")[2])),
+        *((tensor[3, 3], (0, 3)) for tensor in (*state.kv(1), *state.kv(2))),
+        *((tensor[1, 2], (0, 1)) for tensor in (*state.kv(1), *state.kv(2))),
+    ]
+    for view, place in covered:
+        place = place if view.dim() == 2 else (1, 2, 3)
+        bits = view.view({2: torch.int16, 4: torch.int32}[view.element_size()])
+        for bit in range(8 * view.element_size() - 1):
+            bits[place] ^= 1 << bit
+            assert state.digest(extents) != base, (place, bit)
+            bits[place] ^= 1 << bit
+    state.recurrent(2, "count")[0] ^= 1 << 40
+    assert state.digest(extents) != base
+    state.recurrent(2, "count")[0] ^= 1 << 40
+    assert state.digest(extents) == base
+
+
+def test_what_is_not_covered_does_not_count() -> None:
+    state = randomised()
+    extents = [SlotExtent(0, 7, [3, 1, 2])]
+    base = state.digest(extents)
+    for keys, values in (state.kv(1), state.kv(2)):
+        keys[1, 3] += 1  # position 7 of the sequence
+        values[2] += 1  # a block past its length
+        keys[0] += 1
+    state.recurrent(0, "h")[1] += 1
+    assert state.digest(extents) == base
+
+
+def test_sign_of_zero_and_order_of_slots_count() -> None:
+    state = randomised()
+    assert state.digest([(0, 0, None), (1, 0, None)]) != state.digest([(1, 0, None), (0, 0, None)])
+    state.recurrent(0, "h")[0, 0, 0, 0] = 0.0
+    plus = state.digest([(0, 0, None)])
+    state.recurrent(0, "h")[0, 0, 0, 0] = -0.0
+    assert state.digest([(0, 0, None)]) != plus
+
+
+def test_checksum_is_the_sum_it_says() -> None:
+    """Against Python integers: each element times the product of an inner and an outer odd weight, modulo 2^64."""
+
+    def weight(place: int) -> int:
+        mixed = (place * 0x9E3779B97F4A7C15) & (2**64 - 1)
+        signed = mixed - 2**64 if mixed >> 63 else mixed
+        return ((mixed ^ ((signed >> 31) & (2**64 - 1))) * 0xBF58476D1CE4E5B9 | 1) & (2**64 - 1)
+
+    matrix = torch.randn(5, 3, generator=torch.Generator().manual_seed(5))
+    bits = matrix.numpy().view("int32").tolist()
+    total = sum(
+        value * weight(1 + column) * weight(1 + 3 + row) for row, line in enumerate(bits) for column, value in enumerate(line)
+    )
+    assert int(checksum(matrix)) % 2**64 == total % 2**64
+    square = torch.randn(4, 4, generator=torch.Generator().manual_seed(6))
+    assert int(checksum(square)) != int(checksum(square.T))
+
+
+def test_large_tensors_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(50, 30, generator=torch.Generator().manual_seed(1))
+    whole = combine([checksum(tensor)])
+    monkeypatch.setattr("model.state.checksum._CHUNK", 64)
+    assert combine([checksum(tensor)]) == whole
+
+
+def test_a_length_beyond_the_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="9 positions"):
+        make().digest([(0, 9, [0, 1])])
+
+
+def test_integrity_notices_another_tensor() -> None:
+    state = make()
+    state.recurrents._states[0, "h"] = state.recurrent(0, "h").double()
+    with pytest.raises(RuntimeError, match="state h of layer 0"):
+        state.check_integrity()
+    state = make()
+    state.paged._kv[2] = (state.kv(2)[0][:3], state.kv(2)[1])
+    with pytest.raises(RuntimeError, match="keys of layer 2"):
+        state.check_integrity()
+
+
+def test_duplicate_declarations_are_refused() -> None:
+    with pytest.raises(ValueError, match="same layer"):
+        make(spec=replace(SPEC, caches=(SPEC.caches[0], SPEC.caches[0])))
+    with pytest.raises(ValueError, match="same name"):
+        make(spec=replace(SPEC, states=(SPEC.states[0], SPEC.states[0])))
+
+
+def test_close_gives_every_tensor_back_newest_first() -> None:
+    state = make()
+    gone: list[int] = []
+    for number, tensor in enumerate(tensors(state)):
+        weakref.finalize(tensor, gone.append, number)
+    del tensor
+    gc.disable()
+    try:
+        state.close()
+    finally:
+        gc.enable()
+    assert sorted(gone) == list(range(7))
+    assert gone[:3] == [6, 5, 4]
+    assert set(gone[3:5]) == {2, 3}
+    assert state.nbytes == 0
+    with pytest.raises(RuntimeError, match="holds layers"):
+        state.check_integrity()
