@@ -1,1 +1,20 @@
-"""Expert-parallel inference runtime."""
+"""Expert-parallel inference runtime. `from ep_runtime import LLM, SamplingParams` for offline use; it is loaded when first asked for.
+
+What starts and supervises processes imports this package too, and must not import torch for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ep_runtime.offline import LLM, SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        return getattr(importlib.import_module("ep_runtime.offline"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

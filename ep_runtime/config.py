@@ -135,8 +135,6 @@ def contradictions(config: RuntimeConfig) -> list[str]:
             )
     if config.coordinator_host in ("0.0.0.0", "::"):
         problems.append(f"coordinator_host {config.coordinator_host} is no address that the other hosts could connect to")
-    if config.coordinator_host is not None and config.token is None:
-        problems.append(f"coordinator_host {config.coordinator_host} lets other hosts join, but no token is set")
     return problems
 
 
@@ -156,8 +154,9 @@ class Facts(BaseModel):
 def resolve(config: RuntimeConfig, facts: Facts) -> RuntimeConfig:
     """The configuration with every "chosen at start" that does not depend on the model filled in.
 
-    Raises `pydantic.ValidationError` when the result contradicts itself. What depends on the model (`max_model_len`,
-    `num_blocks`) is derived from its spec by the engines, alike on every rank; what depends on the host is left to `localise`.
+    Raises `ValueError` (a `pydantic.ValidationError` is one) when the result contradicts itself. What depends on the model
+    (`max_model_len`, `num_blocks`) is derived from its spec by the engines, alike on every rank; what depends on the host is left
+    to `localise`.
     """
     device = config.device if config.device != "auto" else ("cuda" if facts.gpus else "cpu")
     on_gpu = device == "cuda"
@@ -176,6 +175,8 @@ def resolve(config: RuntimeConfig, facts: Facts) -> RuntimeConfig:
         "coordinator_host": None if one_host else config.coordinator_host or facts.master_addr,
         "coordinator_port": None if one_host else config.coordinator_port or facts.master_port + 1,
     }
+    if not one_host and config.token is None:
+        raise ValueError(f"coordinator_host {chosen['coordinator_host']} lets ranks of other hosts join, but no token is set")
     return RuntimeConfig.model_validate(config.model_dump() | chosen)
 
 

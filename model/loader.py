@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
+from model.config import ModelConfig
+from model.decoder import Decoder
 from model.families import registry
 from model.folder import ModelFolder, TensorManifest, open_folder, read_manifest
 from model.formats import refuse_quantised
@@ -44,9 +46,9 @@ class LoadReport:
 class LoadedModel:
     """A model on its device. `close` gives its memory back; the module cannot run afterwards."""
 
-    model: nn.Module
+    model: Decoder
     spec: ModelSpec
-    config: Any
+    config: ModelConfig
     placement: ExpertPlacement
     report: LoadReport
 
@@ -62,11 +64,11 @@ class PreparedModel:
     folder: ModelFolder
     parallel: Parallel
     device: torch.device
-    module: nn.Module
+    module: Decoder
     weight_map: WeightMap
     manifest: TensorManifest | None
     spec: ModelSpec
-    config: Any
+    config: ModelConfig
     placement: ExpertPlacement
     seed: int
 
@@ -87,7 +89,7 @@ class PreparedModel:
         report = LoadReport("dummy" if self.manifest is None else "auto", nbytes, time.perf_counter() - started)
         return LoadedModel(model=self.module, spec=self.spec, config=self.config, placement=self.placement, report=report)
 
-    def _fill(self, advance: Any) -> int:
+    def _fill(self, advance: Callable[[int], object]) -> int:
         if self.manifest is None:
             source = DummySource(self.seed, self.device)
             fill = fill_norms(self.module)
@@ -110,6 +112,7 @@ def prepare_model(
     Raises UnsupportedModel for an architecture or option that is not served, CheckpointError for tensors that are missing,
     surplus or mis-shaped and for truncated files. `seed` is for dummy weights, which need no more than a config.json.
     """
+    device = torch.device(device)
     opened = open_folder(folder)
     refuse_quantised(opened.config)
     config = registry.resolve(opened.config, opened.generation)
@@ -120,11 +123,13 @@ def prepare_model(
     weight_map = registry.weight_map(config, placement, parallel, shapes)
     if manifest is not None:
         check_manifest(weight_map, manifest)
-    module = registry.build_model(config, parallel, placement, dtype=dtype, device=torch.device("meta"))
+    # The memory layout is that of the device where the weights will lie, not of the meta device.
+    row_major = device.type != "cpu"
+    module = registry.build_model(config, parallel, placement, dtype=dtype, device="meta", row_major=row_major)
     return PreparedModel(
         folder=opened,
         parallel=parallel,
-        device=torch.device(device),
+        device=device,
         module=module,
         weight_map=weight_map,
         manifest=manifest,

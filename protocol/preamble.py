@@ -23,6 +23,9 @@ MAX_TOKENS = 1 << 22
 MAX_BODY = 1 << 24
 """Most bytes of a body."""
 
+RECORD_ROUTING = 1
+"""Flag of a forward whose expert choices every rank records, for the next DIGEST to cover."""
+
 _LAYOUTS = {1: struct.Struct("<4sHHIQIIII"), 2: struct.Struct("<4sHHIQIIIII")}
 _CHECKSUM = struct.Struct("<I")
 _START = struct.Struct("<4sH")
@@ -100,6 +103,6 @@ def unpack(data: bytes | bytearray | memoryview, version: int) -> Preamble:
         raise EpFrameCorrupt(f"n_tokens is {n_tokens}, at most {MAX_TOKENS}")
     if body_len > MAX_BODY:
         raise EpFrameCorrupt(f"body_len is {body_len}, at most {MAX_BODY}")
-    if flags != 0:
-        raise EpFrameCorrupt(f"flags is {flags:#x}, none is defined")
+    if flags & ~RECORD_ROUTING:
+        raise EpFrameCorrupt(f"flags is {flags:#x}, only {RECORD_ROUTING:#x} is defined")
     return Preamble(version, cmd, epoch, step, seq_id, n_tokens, body_len, checksum, flags)

@@ -47,7 +47,7 @@ class GroupCommunicator:
             return parts if self.rank == 0 else None
         shard = shard.contiguous()
         parts = [torch.empty_like(shard) for _ in range(self.world)] if self.rank == 0 else []
-        self._group.gather([parts] if self.rank == 0 else [], [shard], 0).wait()
+        self._group.gather(parts, shard, 0).wait()
         return parts if self.rank == 0 else None
 
     def broadcast(self, tensor: torch.Tensor) -> None:

@@ -160,7 +160,7 @@ def own_fingerprint(rank: RankModel, place: EpochPlace, num_blocks: int) -> Fing
         messages_version=MESSAGES_VERSION,
         package=version(DISTRIBUTION),
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         nccl=".".join(str(part) for part in nccl),
         triton=_triton_version(),
         config_hash=rank.config.digest(),

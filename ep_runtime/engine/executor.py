@@ -15,6 +15,7 @@ import torch
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from protocol.commands import Alloc, Copy, Forward, Wanted, Warm
+from protocol.preamble import RECORD_ROUTING
 from protocol.slots import Change, SequenceState, SlotLimits, SlotTable, apply, prepare, table_digest
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ class CountingCommunicator(Communicator, Protocol):
 
 Choose = Callable[[ForwardOutput, Forward], torch.Tensor]
 """Gives the sampled tokens `[n] int64` of a forward's sampled spans: real ones on the head, an empty buffer elsewhere."""
-
-RECORD_ROUTING = 1
-"""Preamble flag of a forward whose expert choices the next DIGEST covers."""
 
 
 class Executor:

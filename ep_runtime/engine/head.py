@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ep_runtime.engine.broadcast import Broadcaster
-from ep_runtime.engine.executor import RECORD_ROUTING
 from ep_runtime.engine.pending import PendingStep
 from ep_runtime.engine.requests import RequestTable
 from ep_runtime.engine.step_sampling import StepSampling
@@ -22,6 +21,7 @@ from ep_runtime.scheduler.core import Plan
 from protocol.commands import BATCH, Alloc, Digest, Free, Ping, Shutdown, Warm, forward_command
 from protocol.errors import EpCommandFailed
 from protocol.messages import Abort, EngineStats, Mask, Results, SequenceUpdate, Submit, ToEngine
+from protocol.preamble import RECORD_ROUTING
 
 if TYPE_CHECKING:
     from ep_runtime.engine.port import Port

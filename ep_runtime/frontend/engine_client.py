@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from ep_runtime.frontend.journal import Entry, Journal, Sink, ended_unseen
 from ep_runtime.frontend.metrics import Metrics
 from ep_runtime.frontend.readiness import EngineHealth, Phase
+from protocol.codec import decode, encode
+from protocol.errors import EpFrameCorrupt
 from protocol.messages import (
-    MESSAGES_VERSION,
     Abort,
     EngineStats,
     EpochEnded,
@@ -34,19 +34,6 @@ from protocol.messages import (
 )
 
 log = logging.getLogger(__name__)
-
-
-def encode(message: ToEngine | ToFrontend) -> bytes:
-    """Envelope of one message: msgpack array [version, tagged struct]."""
-    return msgspec.msgpack.encode((MESSAGES_VERSION, message))
-
-
-def decode(data: bytes) -> ToFrontend:
-    """Strict inverse for what the engine sends; raises msgspec.ValidationError or DecodeError."""
-    version, message = msgspec.msgpack.decode(data, type=tuple[int, ToFrontend])
-    if version != MESSAGES_VERSION:
-        raise msgspec.ValidationError(f"message version {version}, expected {MESSAGES_VERSION}")
-    return message
 
 
 class EngineClient:
@@ -80,8 +67,8 @@ class EngineClient:
         while True:
             data = await self._inbox.recv()
             try:
-                message = decode(data)
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                message = decode(ToFrontend, data)
+            except EpFrameCorrupt as error:
                 log.error("refused a message of the engine: %s", error)
                 self._metrics.dropped.labels("malformed").inc()
                 continue
@@ -153,6 +140,8 @@ class EngineClient:
                 entry.sink.deliver(update)
 
     def _begin(self, ready: EpochReady) -> None:
+        if ready.epoch == self._epoch:
+            return  # said again, for a frontend that may have started later
         if self.info is not None and ready.epoch <= self.info.epoch:
             self._metrics.dropped.labels("epoch").inc()
             log.error("epoch %d announced after epoch %d", ready.epoch, self.info.epoch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ep_runtime.scheduler.admission import blocks_for, piece_end, runs_alone
-from ep_runtime.scheduler.core import NEVER, Plan, SchedulerLimits, Sequence, SlotAlloc, StepRecord
+from ep_runtime.scheduler.core import Plan, SchedulerLimits, Sequence, SlotAlloc, StepRecord
 from ep_runtime.scheduler.lifecycle import Lifecycle
 from protocol.commands import Span, Wanted
 
@@ -125,10 +125,9 @@ class Planner:
             return False
         size = self._limits.block_size
         sampled = end == total and seq.token_limit > total
-        if seq.logprobs_from < NEVER and end >= seq.logprobs_from:
-            wanted = Wanted.ALL
-        else:
-            wanted = Wanted.LAST if sampled else Wanted.NONE
+        # Row r scores position r + 1; a recomputed piece may score none that is still asked for.
+        scores = seq.logprobs_from <= end and start + 1 < seq.prompt_len
+        wanted = Wanted.ALL if scores else Wanted.LAST if sampled else Wanted.NONE
         new_blocks = seq.blocks[blocks_for(start, size) : blocks_for(end, size)]
         draft.spans.append(Span(seq.slot, start, end - start, False, sampled, wanted, new_blocks))  # type: ignore[arg-type]
         draft.sequences.append(seq)

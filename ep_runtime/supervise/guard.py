@@ -6,7 +6,6 @@ import importlib.machinery
 import importlib.util
 from pathlib import Path
 
-import ep_runtime
 
 NAMES = ("kernels", "launch", "model", "protocol")
 
@@ -17,7 +16,7 @@ class Shadowed(Exception):
 
 def refuse_shadows() -> None:
     """Raise `Shadowed` unless every package of ours lies beside `ep_runtime`. Imports none of them."""
-    root = Path(ep_runtime.__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     for name in NAMES:
         found = location(importlib.util.find_spec(name))
         if found != root / name:
@@ -28,8 +27,9 @@ def refuse_shadows() -> None:
 
 
 def location(spec: importlib.machinery.ModuleSpec | None) -> Path | None:
-    """Folder of a package, or the file of a plain module; None when there is none."""
-    if spec is None or spec.origin is None:
+    """Folder of a package, with or without `__init__.py`, or the file of a plain module; None when there is none."""
+    if spec is None:
         return None
-    origin = Path(spec.origin).resolve()
-    return origin.parent if origin.name == "__init__.py" else origin
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).resolve()
+    return Path(spec.origin).resolve() if spec.origin else None

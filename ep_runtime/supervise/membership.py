@@ -169,6 +169,7 @@ class Membership:
     members: set[int] = field(default_factory=set)
     waiting: set[int] = field(default_factory=set)
     """Ranks that the current phase waits for; read in sorted order only."""
+    loaded: set[int] = field(default_factory=set)
     frontend_alive: bool = True
     progress: dict[int, Progress] = field(default_factory=dict)
 
@@ -215,7 +216,9 @@ class Membership:
         self.members.add(rank)
         if not self._arrived(rank):
             return []
-        return self._enter(Phase.LOADING, self.deadlines.load)
+        loading = self._enter(Phase.LOADING, self.deadlines.load)
+        self.waiting -= self.loaded
+        return loading if self.waiting else self._all_loaded()
 
     def _received(self, rank: int, message: ToCoordinator) -> list[Action]:
         match message:
@@ -228,7 +231,7 @@ class Membership:
                 return []
             case _ if self.phase in (Phase.DRAINING, Phase.STOPPING):
                 return []
-            case Loaded() if self.phase is Phase.LOADING:
+            case Loaded() if self.phase in (Phase.JOINING, Phase.LOADING):
                 return self._loaded(rank)
             case EpochOpened() if self.phase is Phase.OPENING and rank == 0 and message.epoch == self.epoch:
                 return self._opened(message)
@@ -237,8 +240,12 @@ class Membership:
         return self._fail(Evidence(rank, "", f"sent {type(message).__name__} during {self.phase.value}"))
 
     def _loaded(self, rank: int) -> list[Action]:
-        if not self._arrived(rank):
+        self.loaded.add(rank)  # while others have not even joined, too
+        if self.phase is Phase.JOINING or not self._arrived(rank):
             return []
+        return self._all_loaded()
+
+    def _all_loaded(self) -> list[Action]:
         opening = self._enter(Phase.OPENING, self.deadlines.handshake)
         self.waiting = {0}
         return [*opening, Send(0, OpenEpoch(epoch=self.epoch, world=self.world))]

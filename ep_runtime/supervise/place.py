@@ -57,12 +57,17 @@ def read_facts(place: Place, environ: Mapping[str, str]) -> Facts:
     """What `resolve` needs to know of this host."""
     return Facts(
         gpus=count_gpus(environ),
-        cores=len(os.sched_getaffinity(0)),
+        cores=own_cores(),
         world=place.world,
         local_world=place.local_world,
         master_addr=place.master_addr,
         master_port=place.master_port,
     )
+
+
+def own_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
 
 
 def count_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ep_runtime.config import DEMO, RuntimeConfig, resolve
+from ep_runtime.config import DEMO, RuntimeConfig, localise, resolve
 from ep_runtime.settings import ConfigRefused, read_config, read_token
 from ep_runtime.supervise.coordinator import Coordinator, package_version
 from ep_runtime.supervise.folder import FolderError, RuntimeFolder, check_private, job_folder
 from ep_runtime.supervise.frontend import Frontend, frontend_config
 from ep_runtime.supervise.loop import Loop
-from ep_runtime.supervise.place import Place, PlaceError, read_facts, read_place
+from ep_runtime.supervise.place import Place, PlaceError, own_cores, read_facts, read_place
 from ep_runtime.supervise.source import ModelNotFound, model_folder
 from ep_runtime.supervise.supervisor import Post, Supervisor
 from protocol.address import connect, listen
@@ -95,7 +95,8 @@ def head(given: RuntimeConfig, place: Place, modules: Modules) -> int:
         model = model_folder(config.model)
         if config.model != DEMO and Path(config.model).is_dir():
             config = config.model_copy(update={"model": str(model)})
-        print(f"ep-runtime {package_version()}: resolved configuration\n{config.table()}", flush=True)
+        shown = localise(config, model=config.model, cores=own_cores(), local_world=place.local_world, token=config.token)
+        print(f"ep-runtime {package_version()}: resolved configuration\n{shown.table()}", flush=True)
         outcome = Outcome(loop)
         coordinator = Coordinator(loop, config, outcome.set)
         ours, theirs = socket.socketpair()

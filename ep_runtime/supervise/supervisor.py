@@ -15,6 +15,7 @@ from ep_runtime.supervise.coordinator import package_version
 from ep_runtime.supervise.evidence import ENGINE_EXITED, ENGINE_KILLED
 from ep_runtime.supervise.loop import Loop
 from ep_runtime.supervise.membership import FIRST_EPOCH
+from ep_runtime.supervise.place import own_cores
 from ep_runtime.supervise.process import Child, Exit
 from ep_runtime.supervise.source import ModelNotFound, model_folder
 from protocol.errors import EpLinkLost
@@ -147,7 +148,7 @@ class Supervisor:
         local = localise(
             config,
             model=str(folder),
-            cores=len(os.sched_getaffinity(0)),
+            cores=own_cores(),
             local_world=self._post.local_world,
             token=self._post.token,
         )

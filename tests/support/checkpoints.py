@@ -35,7 +35,7 @@ _HYBRID = {
     "head_dim": 16,
     "intermediate_size": 56,
     "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
+    "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
     "linear_num_key_heads": 3,
     "linear_num_value_heads": 3,

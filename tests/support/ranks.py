@@ -109,7 +109,7 @@ class RankProcess:
     def stacks(self) -> str:
         """The stacks of all threads, as faulthandler writes them on SIGUSR1; works while the process is stuck in C code."""
         self.process.send_signal(signal.SIGUSR1)
-        pieces = []
+        pieces: list[bytes] = []
         with selectors.DefaultSelector() as selector:
             selector.register(self.dump, selectors.EVENT_READ)
             while selector.select(_DUMP_QUIET if pieces else 4 * _DUMP_QUIET):

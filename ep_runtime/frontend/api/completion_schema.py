@@ -51,7 +51,9 @@ class CompletionRequest(SamplingFields):
     }
 
     prompt: Annotated[Any, PlainValidator(parse_prompts), WithJsonSchema(PROMPT_SCHEMA)]
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(default=DEFAULT_MAX_TOKENS)
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        default=None, description=f"{DEFAULT_MAX_TOKENS} when absent, or what remains of the context where that is less"
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
     add_special_tokens: bool = Field(default=True, description="For prompts given as text")

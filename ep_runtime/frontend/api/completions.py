@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ep_runtime.frontend.api.answer import answer
 from ep_runtime.frontend.api.chat import STREAM_CONTENT
 from ep_runtime.frontend.api.completion_answer import Completion, CompletionWriter
-from ep_runtime.frontend.api.completion_schema import CompletionRequest, Prompt
+from ep_runtime.frontend.api.completion_schema import DEFAULT_MAX_TOKENS, CompletionRequest, Prompt
 from ep_runtime.frontend.api.errors import GENERATION_ERRORS, ApiError
 from ep_runtime.frontend.api.strict_json import StrictRoute
 from ep_runtime.frontend.choice import Choice
@@ -69,7 +69,7 @@ def make_submits(
     submits: list[Submit] = []
     for prompt in prompts:
         # With max_tokens 0 one token is generated and not shown: the engine computes prompt logprobs on the way to it.
-        budget = max(1, token_budget(len(prompt.ids), body.max_tokens, info.max_model_len))
+        budget = max(1, token_budget(len(prompt.ids), body.max_tokens, info.max_model_len, DEFAULT_MAX_TOKENS))
         for sample in range(body.n):
             index = len(submits)
             params = sampling_params(

@@ -63,8 +63,8 @@ def error_response(error: ApiError) -> Response:
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
-def locate(loc: Sequence[int | str], body: object, kind: str) -> str | None:
-    """The dotted path of a validation error inside the request body, without the tags of union branches."""
+def locate(loc: Sequence[int | str], body: object, kind: str) -> str:
+    """The dotted path of a validation error inside the request body, without the tags of union branches; "" for the body itself."""
     path: list[str] = []
     here: Any = body
     for step in loc:
@@ -74,20 +74,25 @@ def locate(loc: Sequence[int | str], body: object, kind: str) -> str | None:
         elif not (isinstance(here, Mapping) and kind in ABSENT and step == loc[-1]):
             continue
         path.append(str(step))
-    return ".".join(path) or None
+    return ".".join(path)
 
 
 def describe_validation(error: RequestValidationError) -> tuple[str, str | None]:
-    """Message and `param` of the first field that failed; the branches of a union are told together."""
-    found: list[tuple[str | None, str]] = []
+    """Message and `param` of the first field that failed.
+
+    The branches of a union fail each in its own way: a refusal of our own tells most, then the branch that got furthest.
+    """
+    found: list[tuple[bool, str, str]] = []
     for item in error.errors():
         loc = [step for step in item["loc"] if step not in ("body", "query", "path")]
-        param = item.get("ctx", {}).get("param") or locate(loc, error.body, item["type"])
-        found.append((param, item["msg"]))
-    param = found[0][0]
-    messages = dict.fromkeys(message for other, message in found if other == param)
-    text = "; or: ".join(list(messages)[:4])
-    return (text if param is None or param in text else f"{param}: {text}"), param
+        param = item.get("ctx", {}).get("param")
+        found.append((param is not None, param or locate(loc, error.body, item["type"]), item["msg"]))
+    top = found[0][1].partition(".")[0]
+    _, param, message = max((entry for entry in found if entry[1].partition(".")[0] == top), key=lambda e: (e[0], e[1].count(".")))
+    if message == found[0][2]:
+        # Alike deep: tell what every branch would have taken.
+        message = "; or: ".join(dict.fromkeys(text for _, other, text in found if other == param))
+    return (message if not param or param in message else f"{param}: {message}"), param or None
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

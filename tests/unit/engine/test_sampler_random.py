@@ -152,6 +152,7 @@ DISTRIBUTIONS = {
     "hot": {"temperature": 2.5},
     "cold": {"temperature": 0.3},
     "greedy": {"temperature": 0.0},
+    "greedy_edited": {"temperature": 0.0, "presence_penalty": 0.5, "logit_bias": {1: 0.5}},
     "top_k": {"top_k": 4},
     "top_p": {"top_p": 0.8},
     "min_p": {"min_p": 0.1},

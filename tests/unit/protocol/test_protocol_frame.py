@@ -257,7 +257,7 @@ MALFORMED = {
     "magic": (raw(18, b"\x80", magic=b"EPRX"), "magic"),
     "version 1 on a link of 2": (raw(18, b"\x80", version=1), "version is 1"),
     "version 3": (raw(18, b"\x80", version=3), "version is 3"),
-    "flags": (raw(18, b"\x80", flags=1), "flags"),
+    "flags": (raw(18, b"\x80", flags=2), "flags"),
     "code 0": (raw(0, b"\x80"), "cmd is 0, unknown"),
     "code 20": (raw(20, b"\x80"), "cmd is 20, unknown"),
     "code 65535": (raw(65535, b"\x80"), "unknown"),

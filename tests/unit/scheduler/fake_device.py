@@ -138,4 +138,5 @@ class FakeDevice:
             return SpanResult(token=token)
         prompt = self.prompts[slot.request_id]
         ends = range(span.start + 1, min(slot.length + 1, len(prompt)))
-        return SpanResult(token=token, prompt_start=span.start + 1, prompt_logprobs=[prompt_logprob(prefix[:p], prompt[p]) for p in ends])
+        scores = [prompt_logprob(prefix[:end], prompt[end]) for end in ends]
+        return SpanResult(token=token, prompt_start=span.start + 1, prompt_logprobs=scores)

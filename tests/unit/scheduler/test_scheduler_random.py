@@ -33,7 +33,7 @@ def random_limits(random: Random):
 
 
 def random_messages(random: Random, number: int, positions: int) -> list:
-    """One HTTP request: n sequences of one group, nearly always of at most `positions` tokens. Some are in the middle of their answer."""
+    """One HTTP request: n sequences of one group, nearly always of at most `positions` tokens; some are replayed."""
     common = [7] * random.choice([0, 0, 6, 13])
     prompt = (common + random_prompt(random, 14, random.choice([2, 50])))[:positions]
     max_tokens = min(random.choice([0, 1, 2, 5, 9, 20, 40]), positions - len(prompt) + 2 * (random.random() < 0.05))

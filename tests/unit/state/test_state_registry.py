@@ -170,10 +170,10 @@ def test_checksum_is_the_sum_it_says() -> None:
         signed = mixed - 2**64 if mixed >> 63 else mixed
         return ((mixed ^ ((signed >> 31) & (2**64 - 1))) * 0xBF58476D1CE4E5B9 | 1) & (2**64 - 1)
 
-    matrix = torch.randn(5, 3, generator=torch.Generator().manual_seed(5))
+    matrix = torch.randn(90, 200, generator=torch.Generator().manual_seed(5))
     bits = matrix.numpy().view("int32").tolist()
     total = sum(
-        value * weight(1 + column) * weight(1 + 3 + row) for row, line in enumerate(bits) for column, value in enumerate(line)
+        value * weight(1 + column) * weight(1 + 200 + row) for row, line in enumerate(bits) for column, value in enumerate(line)
     )
     assert int(checksum(matrix)) % 2**64 == total % 2**64
     square = torch.randn(4, 4, generator=torch.Generator().manual_seed(6))

@@ -75,7 +75,7 @@ def test_token_bytes_byte_level(byte_tokenizer: Tokenizer, smollm_tokenizer: Tok
             ids = tokenizer.encode(text, False)
             if tokenizer.decode(ids, False) == text:
                 assert b"".join(tokenizer.token_bytes(index) for index in ids) == text.encode()
-    every = {tokenizer.token_bytes(index) for index in range(byte_tokenizer.vocab_size)}
+    every = {byte_tokenizer.token_bytes(index) for index in range(byte_tokenizer.vocab_size)}
     assert {bytes((byte,)) for byte in range(256)} <= every
     assert byte_tokenizer.token_bytes(byte_tokenizer.encode("é東", False)[0]) == "é東".encode()
 

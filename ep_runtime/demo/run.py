@@ -1,0 +1,108 @@
+"""The demo from end to end: build the checkpoint, serve it over two ranks with torchrun, ask, and stay up."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import openai
+
+from ep_runtime.demo.checkpoint import DemoUnavailable, demo_checkpoint
+from ep_runtime.demo.client import QUESTION, ask
+
+READY_SECONDS = 600.0
+END_SECONDS = 40.0
+"""torchrun kills its processes 30 seconds after it was told to stop."""
+
+
+class DemoFailed(Exception):
+    """The server did not come up or went away; the message says which."""
+
+
+def main() -> int:
+    """`python -m ep_runtime.demo.run [--oneshot] [--port N]`; exit status 0 when an answer came and everything ended."""
+    parser = argparse.ArgumentParser(prog="python -m ep_runtime.demo.run", description=__doc__)
+    parser.add_argument("--oneshot", action="store_true", help="end after the answer instead of staying up")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--ranks", type=int, default=2)
+    flags = parser.parse_args()
+    # SIGTERM ends the demo as Ctrl-C does: the server runs in a session of its own and would outlive it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        print("Demo checkpoint (built on the first run) ...", flush=True)
+        print(f"  {demo_checkpoint()}", flush=True)
+        return show(flags.port, flags.ranks, flags.oneshot)
+    except (DemoUnavailable, DemoFailed, openai.APIError) as error:
+        print(f"demo failed: {error}", file=sys.stderr)
+        return 1
+
+
+def show(port: int, ranks: int, oneshot: bool) -> int:
+    """Serve, ask, and stay or end; the exit status."""
+    arguments = ["--nproc-per-node", str(ranks), "-m", "ep_runtime.serve", "--device", "cpu", "--port", str(port)]
+    print(f"$ torchrun {' '.join(arguments)}", flush=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_ready(server, f"http://127.0.0.1:{port}/ready")
+        print(f"\nQuestion: {QUESTION}\nAnswer:   ", end="", flush=True)
+        answer = ask(f"http://127.0.0.1:{port}/v1", QUESTION)
+        if oneshot:
+            return 0 if answer.strip() else 1
+        print(f"\nServing on http://127.0.0.1:{port}/v1 until Ctrl-C. Ask more with: python -m ep_runtime.demo.client 'QUESTION'")
+        raise DemoFailed(f"the server ended with status {server.wait()}")
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        end(server)
+
+
+def wait_ready(server: subprocess.Popen[bytes], url: str) -> None:
+    """Return when the server is ready; raises `DemoFailed` as soon as its process ends, or after `READY_SECONDS`."""
+    deadline = time.monotonic() + READY_SECONDS
+    pidfd = os.pidfd_open(server.pid)
+    try:
+        while time.monotonic() < deadline:
+            if answers(url):
+                return
+            if select.select([pidfd], [], [], 0.25)[0]:
+                raise DemoFailed(f"the server ended with status {server.wait()} before it was ready")
+    finally:
+        os.close(pidfd)
+    raise DemoFailed(f"the server was not ready after {READY_SECONDS:g} s")
+
+
+def answers(url: str) -> bool:
+    """True when `url` gives 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def end(server: subprocess.Popen[bytes]) -> None:
+    """Stop torchrun and, through it, every rank; kill what is left."""
+    if server.poll() is None:
+        server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,261 @@
+"""/v1/chat/completions through the official client."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ep_runtime.frontend.sampling import derive_seed
+from tests.http.conftest import TEXT, Stack
+
+USER = [{"role": "user", "content": "Hi"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": PARAMETERS}}]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+def test_answer_and_usage(stack: Stack) -> None:
+    answer = stack.client().chat.completions.create(model="tiny", messages=USER, seed=7, temperature=0)
+    assert answer.choices[0].message.content == TEXT
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    submit = stack.engine.submits(1)[0]
+    assert (
+        stack.tokenizer.decode(submit.prompt, skip_special_tokens=False)
+        == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert submit.sampling.seed == derive_seed(7, 0)
+    assert submit.sampling.temperature == 0
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(submit.prompt)
+    assert answer.usage.completion_tokens == len(stack.tokenizer.encode(TEXT, False)) + 1
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    assert submit.sampling.max_tokens == 512 - len(submit.prompt)
+
+
+def test_stream_equals_whole_and_ends_with_usage(stack: Stack) -> None:
+    stream = stack.client().chat.completions.create(
+        model="alias", messages=USER, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == TEXT
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1] if chunk.choices[0].finish_reason] == ["stop"]
+    assert {chunk.model for chunk in chunks} == {"alias"}
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_characters_of_several_tokens_stay_whole(stack: Stack) -> None:
+    stack.output = "naïve 日本語 😀!"
+    stream = stack.client().chat.completions.create(model="tiny", messages=USER, stream=True)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+    assert "".join(pieces) == "naïve 日本語 😀!"
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_cuts_and_aborts(stack: Stack, stream: bool) -> None:
+    fields = {"stop": ["lazy", "never"], "return_token_ids": True}
+    if stream:
+        lines = [line for line in stack.chat(stream=True, **fields).text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line[6:])["choices"][0] for line in lines]
+        text, last = "".join(choice["delta"].get("content", "") for choice in choices), choices[-1]
+    else:
+        last = stack.chat(**fields).json()["choices"][0]
+        text = last["message"]["content"]
+    assert text == TEXT[: TEXT.index("lazy")]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", "lazy")
+    stack.engine.aborted(stack.engine.submits(1)[0].request_id)
+
+
+def test_stop_string_included_on_request(stack: Stack) -> None:
+    answer = stack.chat(stop="lazy", include_stop_str_in_output=True).json()
+    assert answer["choices"][0]["message"]["content"] == TEXT[: TEXT.index("lazy") + 4]
+
+
+def test_stop_token_id(stack: Stack) -> None:
+    ids = stack.tokenizer.encode(TEXT, False)
+    token = ids[5]
+    answer = stack.chat(stop_token_ids=[token], return_token_ids=True).json()
+    choice = answer["choices"][0]
+    end = ids.index(token)
+    assert choice["token_ids"] == ids[: end + 1]
+    assert choice["message"]["content"] == stack.tokenizer.decode(ids[:end])
+    assert choice["stop_reason"] == token
+    assert answer["prompt_token_ids"] == stack.engine.submits(1)[0].prompt
+
+
+def test_n_samples_have_their_own_seeds(stack: Stack) -> None:
+    answer = stack.client().chat.completions.create(model="tiny", messages=USER, n=3, seed=11, max_tokens=4)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    submits = stack.engine.submits(3)
+    assert [submit.sampling.seed for submit in submits] == [derive_seed(11, index) for index in range(3)]
+    assert len({submit.group for submit in submits}) == 1
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.prompt_tokens == len(submits[0].prompt)
+
+
+def test_drawn_seeds_differ(stack: Stack) -> None:
+    for _ in range(2):
+        assert stack.chat(max_tokens=1).status_code == 200
+    first, second = stack.engine.submits(2)
+    assert first.sampling.seed != second.sampling.seed
+
+
+def test_n_streams_interleave(stack: Stack) -> None:
+    texts = {0: "", 1: ""}
+    for chunk in stack.client().chat.completions.create(model="tiny", messages=USER, n=2, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == {0: TEXT, 1: TEXT}
+
+
+def test_logprobs(stack: Stack) -> None:
+    answer = stack.client().chat.completions.create(model="tiny", messages=USER, logprobs=True, top_logprobs=2, max_tokens=3)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [entry.logprob for entry in logprobs.content] == [-0.25] * 3
+    assert [[top.logprob for top in entry.top_logprobs] for entry in logprobs.content] == [[-0.25, -1.5]] * 3
+    data = b"".join(bytes(entry.bytes or []) for entry in logprobs.content)
+    assert data.decode() == answer.choices[0].message.content
+    assert stack.engine.submits(1)[0].sampling.logprobs == 2
+
+
+def test_prompt_logprobs(stack: Stack) -> None:
+    body = stack.chat(prompt_logprobs=1, max_tokens=1).json()
+    prompt = stack.engine.submits(1)[0].prompt
+    assert body["prompt_logprobs"][0] is None
+    assert [next(iter(row)) for row in body["prompt_logprobs"][1:]] == [str(token) for token in prompt[1:]]
+
+
+def test_reasoning_is_split_out(stack: Stack) -> None:
+    stack.output = "<think>\none two\n</think>\n\nThe lazy dog."
+    message = stack.chat().json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "one two"
+    assert message["content"] == "The lazy dog."
+    stream = stack.client().chat.completions.create(model="tiny", messages=USER, stream=True)
+    deltas = [chunk.choices[0].delta.model_dump() for chunk in stream]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "one two"
+    assert "".join(delta.get("content") or "" for delta in deltas) == "The lazy dog."
+
+
+def test_tool_call_auto(stack: Stack) -> None:
+    stack.output = "Let me see. " + CALL
+    answer = stack.client().chat.completions.create(model="tiny", messages=USER, tools=TOOLS)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls is not None
+    call = choice.message.tool_calls[0]
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    assert "get_weather" in stack.tokenizer.decode(stack.engine.submits(1)[0].prompt)
+    # The next turn takes the answer back as the client holds it.
+    turn = [*USER, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    stack.output = "It is sunny."
+    again = stack.client().chat.completions.create(model="tiny", messages=turn, tools=TOOLS)
+    assert again.choices[0].message.content == "It is sunny."
+    assert again.choices[0].finish_reason == "stop"
+
+
+def test_tool_call_stream(stack: Stack) -> None:
+    stack.output = CALL + "\n" + CALL.replace("Paris", "Rome")
+    calls: dict[int, dict[str, str]] = {}
+    for chunk in stack.client().chat.completions.create(model="tiny", messages=USER, tools=TOOLS, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or []:
+            assert delta.function is not None
+            call = calls.setdefault(delta.index, {"name": "", "arguments": ""})
+            call["name"] += delta.function.name or ""
+            call["arguments"] += delta.function.arguments or ""
+        finish = chunk.choices[0].finish_reason
+    assert finish == "tool_calls"
+    assert [json.loads(call["arguments"])["city"] for call in calls.values()] == ["Paris", "Rome"]
+    assert {call["name"] for call in calls.values()} == {"get_weather"}
+
+
+def test_parallel_tool_calls_false_keeps_the_first(stack: Stack) -> None:
+    stack.output = CALL + "\n" + CALL.replace("Paris", "Rome")
+    calls = stack.chat(tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]["message"]["tool_calls"]
+    assert [json.loads(call["function"]["arguments"])["city"] for call in calls] == ["Paris"]
+
+
+def test_tool_choice_none_offers_no_tools(stack: Stack) -> None:
+    stack.output = CALL
+    message = stack.chat(tools=TOOLS, tool_choice="none").json()["choices"][0]["message"]
+    assert message["content"] == CALL
+    assert "get_weather" not in stack.tokenizer.decode(stack.engine.submits(1)[0].prompt)
+
+
+@pytest.mark.parametrize(
+    ("choice", "finish"), [("required", "tool_calls"), ({"type": "function", "function": {"name": "get_weather"}}, "stop")]
+)
+def test_forced_tool_call_follows_the_grammar(stack: Stack, choice: object, finish: str) -> None:
+    stack.output = CALL
+    body = stack.chat(tools=TOOLS, tool_choice=choice).json()["choices"][0]
+    assert json.loads(body["message"]["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+    assert body["finish_reason"] == finish
+    assert stack.engine.submits(1)[0].sampling.grammar
+
+
+def test_json_schema_masks_every_token(stack: Stack) -> None:
+    # The engine would rather end at once; the mask lets it end only where the value is complete.
+    stack.output = [stack.eos] * 30
+    schema = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"], "additionalProperties": False}
+    answer = stack.client().chat.completions.create(
+        model="tiny",
+        messages=USER,
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+    )
+    assert json.loads(answer.choices[0].message.content or "") == {"ok": True}
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_json_object_and_thinking(stack: Stack) -> None:
+    stack.output = 'one two</think>{"city": "Paris"}'
+    message = stack.chat(response_format={"type": "json_object"}, chat_template_kwargs={"thinking": True}).json()["choices"][0][
+        "message"
+    ]
+    assert message["reasoning_content"] == "one two"
+    assert json.loads(message["content"]) == {"city": "Paris"}
+
+
+def test_continue_final_message(stack: Stack) -> None:
+    messages = [*USER, {"role": "assistant", "content": "The quick"}]
+    assert stack.chat(messages=messages, continue_final_message=True, max_tokens=1).status_code == 200
+    assert stack.tokenizer.decode(stack.engine.submits(1)[0].prompt, skip_special_tokens=False).endswith("assistant\nThe quick")
+
+
+def test_sampling_fields_reach_the_engine(stack: Stack) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "min_tokens": 2,
+        "ignore_eos": True,
+    }
+    assert stack.chat(**fields, logit_bias={"5": -100}, max_completion_tokens=9, priority=-4).status_code == 200
+    submit = stack.engine.submits(1)[0]
+    assert {name: getattr(submit.sampling, name) for name in fields} == fields
+    assert submit.sampling.logit_bias == {5: -100.0}
+    assert submit.sampling.max_tokens == 9
+    assert submit.priority == -4
+
+
+def test_content_parts_and_harmless_fields(stack: Stack) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": "seven"}, {"role": "user", "content": parts}]
+    answer = stack.chat(messages=messages, user="u", store=False, metadata={"a": "b"}, service_tier="auto", max_tokens=1)
+    assert answer.status_code == 200
+    prompt = stack.tokenizer.decode(stack.engine.submits(1)[0].prompt, skip_special_tokens=False)
+    assert "user\none\ntwo<|im_end|>" in prompt
+    assert "<|im_start|>system\nseven" in prompt

@@ -1,0 +1,183 @@
+"""Every refusal: its status, OpenAI's format, and the field it names."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import openai
+import pytest
+
+from tests.http.conftest import Stack
+
+USER = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+FORCED = {"type": "function", "function": {"name": "g"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}
+JSON = {"type": "json_object"}
+
+CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages.0.mood"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({"model": "other"}, "model"),
+    ({"temprature": 1}, "temprature"),
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"n": 0}, "n"),
+    ({"n": 100}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"max_tokens": 10_000}, "max_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"stop": [""]}, "stop.0"),
+    ({"stop": 4}, "stop"),
+    ({"stop_token_ids": [100_000]}, "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"seed": 2**63}, "seed"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": FORCED}, "tool_choice"),
+    ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [TOOL], "response_format": JSON}, "response_format"),
+    ({"response_format": SCHEMA}, "response_format"),
+    ({"response_format": JSON, "ignore_eos": True}, "ignore_eos"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"chat_template_kwargs": {"messages": []}}, "messages"),
+    ({"best_of": 2}, "best_of"),
+    ({"functions": []}, "functions"),
+    ({"echo": True}, "echo"),
+]
+
+COMPLETION_REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [399_999]}, "prompt"),
+    ({"prompt": [1] * 512}, "prompt"),
+    ({"prompt": [1] * 510, "max_tokens": 3}, "max_tokens"),
+    ({"prompt": ["a"] * 17}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 2}, "best_of"),
+    ({"messages": USER}, "messages"),
+]
+
+
+def check_error(answer: Any, status: int, param: str | None = None) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    if param is not None:
+        assert body["error"]["param"] == param, body
+    return body["error"]
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT_REFUSALS, ids=lambda value: json.dumps(value)[:60])
+def test_chat_refusals_name_the_field(stack: Stack, fields: dict[str, Any], param: str) -> None:
+    check_error(stack.chat(**fields), 400, param)
+    assert stack.engine.received == []
+
+
+@pytest.mark.parametrize(("fields", "param"), COMPLETION_REFUSALS, ids=lambda value: json.dumps(value)[:60])
+def test_completion_refusals_name_the_field(stack: Stack, fields: dict[str, Any], param: str) -> None:
+    check_error(stack.complete(**fields), 400, param)
+    assert stack.engine.received == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\\udc00x"}',
+        b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}",
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b"\x00\x01\x02",
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_bad_json(stack: Stack, body: bytes) -> None:
+    check_error(stack.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"}), 400)
+
+
+def test_context_limit_exactly(stack: Stack) -> None:
+    assert stack.complete(prompt=[40] * 511, max_tokens=1).status_code == 200
+    error = check_error(stack.complete(prompt=[40] * 511, max_tokens=2), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "512" in error["message"]
+    assert "511" in error["message"]
+    assert check_error(stack.complete(prompt=[40] * 512), 400)["code"] == "context_length_exceeded"
+    # Absent, the limit is what remains, or 16 where that is less.
+    assert stack.complete(prompt=[40] * 509).status_code == 200
+    assert stack.engine.submits(2)[1].sampling.max_tokens == 3
+
+
+def test_wrong_content_type(stack: Stack) -> None:
+    check_error(stack.http.post("/v1/completions", data={"prompt": "a"}), 415)
+    check_error(stack.http.post("/v1/completions", content=b'{"prompt": "a"}'), 415)
+
+
+def test_unknown_path_and_method(stack: Stack) -> None:
+    check_error(stack.http.get("/v1/engines"), 404)
+    check_error(stack.http.post("/v1/chat/completions/", json={}), 404)
+    answer = stack.http.get("/v1/chat/completions")
+    check_error(answer, 405)
+    assert "POST" in answer.headers["allow"]
+
+
+def test_template_may_refuse(stack: Stack) -> None:
+    error = check_error(stack.chat(messages=[{"role": "user", "content": "x", "name": "mallory"}]), 400, "messages")
+    assert "no word from mallory" in error["message"]
+
+
+def test_body_over_the_limit(stack: Stack) -> None:
+    text = "a" * (16 * 2**20)
+    check_error(stack.http.post("/v1/completions", json={"prompt": text}), 413)
+
+
+def test_chunked_body_over_the_limit_is_refused_while_it_comes(stack: Stack) -> None:
+    host, port = stack.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        sock.sendall(head.encode())
+        chunk = b"100000\r\n" + b"a" * 2**20 + b"\r\n"
+        # Never the last chunk: the answer must come before the body ends.
+        for _ in range(17):
+            sock.sendall(chunk)
+        assert sock.recv(4096).startswith(b"HTTP/1.1 413")
+
+
+def test_official_client_raises_its_own_errors(stack: Stack) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        stack.client().chat.completions.create(model="tiny", messages=USER, max_tokens=100_000)
+    assert caught.value.code == "context_length_exceeded"

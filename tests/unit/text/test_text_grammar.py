@@ -1,0 +1,273 @@
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import text_samples as samples
+
+from ep_runtime.frontend.text.errors import GrammarError
+from ep_runtime.frontend.text.grammar import MAX_PATTERN_CHARS, MAX_SCHEMA_BYTES, Grammar, GrammarFactory
+from ep_runtime.frontend.text.tokenizer import Tokenizer
+from ep_runtime.frontend.text.tools import tool_parser
+
+WIDTH = 500  # above the tokenizer's 425, and no multiple of 32
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "é", 3]}, "maxItems": 3},
+        "home": {"$ref": "#/$defs/place"},
+    },
+    "required": ["name", "age", "home"],
+    "additionalProperties": False,
+    "$defs": {"place": {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}}, "required": ["zip"], "additionalProperties": False}]}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def factory(byte_tokenizer: Tokenizer) -> GrammarFactory:
+    return GrammarFactory(byte_tokenizer, WIDTH)
+
+
+@pytest.fixture(scope="module")
+def pieces_factory(pieces_tokenizer: Tokenizer) -> GrammarFactory:
+    return GrammarFactory(pieces_tokenizer)
+
+
+def allowed(grammar: Grammar, width: int = WIDTH) -> list[int]:
+    mask = grammar.mask()
+    assert len(mask) == (width + 31) // 32 * 4
+    words = [int.from_bytes(mask[start : start + 4], "little") for start in range(0, len(mask), 4)]
+    return [32 * word + bit for word, bits in enumerate(words) for bit in range(32) if bits >> bit & 1]
+
+
+def walk(grammar: Grammar, tokenizer: Tokenizer, chance: random.Random, width: int = WIDTH, limit: int = 600) -> list[int]:
+    """Random tokens under the mask, up to the first end token; a long output prefers what brings it to its end."""
+    ids: list[int] = []
+    ends = set(tokenizer.eos_token_ids)
+    while True:
+        choices = allowed(grammar, width)
+        assert choices
+        assert max(choices) < tokenizer.vocab_size
+        assert grammar.may_end == bool(ends.intersection(choices)) == ends.issubset(choices)
+        if grammar.finished:
+            assert set(choices) == ends
+        if ends.issubset(choices) and (len(ids) > 20 or grammar.finished or chance.random() < 0.3):
+            assert grammar.accept(tokenizer.eos_token_ids[0])
+            return ids
+        choices = [index for index in choices if index not in ends]
+        if len(ids) > 40:
+            # Closing tokens first, so that free strings and lists end.
+            closing = [index for index in choices if tokenizer.token_bytes(index)[:1] in (b'"', b"}", b"]", b"\n", b"<")]
+            choices = closing or choices
+        assert len(ids) < limit
+        token = chance.choice(choices)
+        assert grammar.accept(token)
+        ids.append(token)
+
+
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object"},
+    {"type": "object", "properties": {}, "additionalProperties": False},
+    PERSON,
+    {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 4},
+    {"type": "string", "enum": ["yes", "no", "naïve 😀"]},
+    {"oneOf": [{"type": "boolean"}, {"type": "null"}]},
+    {"type": "object", "properties": {"x": {"const": {"k": [1, "two"]}}}, "required": ["x"]},
+    {"type": "string", "format": "date"},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+def test_random_walks_give_valid_json(factory: GrammarFactory, byte_tokenizer: Tokenizer, schema: dict[str, Any]) -> None:
+    for seed in range(12):
+        text = byte_tokenizer.decode(walk(factory.json_schema(schema), byte_tokenizer, random.Random(seed)), False)
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+
+
+def test_random_walks_with_byte_fallback(pieces_factory: GrammarFactory, pieces_tokenizer: Tokenizer) -> None:
+    width = pieces_tokenizer.vocab_size
+    for seed in range(12):
+        ids = walk(pieces_factory.json_schema(PERSON), pieces_tokenizer, random.Random(seed), width)
+        text = b"".join(map(pieces_tokenizer.token_bytes, ids)).decode()
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+def test_json_object_is_an_object(factory: GrammarFactory, byte_tokenizer: Tokenizer) -> None:
+    for seed in range(12):
+        value = json.loads(byte_tokenizer.decode(walk(factory.json_object(), byte_tokenizer, random.Random(seed)), False))
+        assert isinstance(value, dict)
+
+
+def test_white_space_is_bounded(factory: GrammarFactory, byte_tokenizer: Tokenizer) -> None:
+    pretty = json.dumps({"a": [1, {"b": "c"}], "d": None}, indent=4)
+    grammar = factory.json_object()
+    assert all(grammar.accept(index) for index in byte_tokenizer.encode(pretty, False))
+    assert grammar.finished
+    grammar = factory.json_object()
+    space = byte_tokenizer.encode(" ", False)[0]
+    taken = [grammar.accept(index) for index in [*byte_tokenizer.encode("{", False), *[space] * 100]]
+    assert taken.count(True) < 70
+
+
+def test_regex(factory: GrammarFactory, byte_tokenizer: Tokenizer) -> None:
+    for seed in range(8):
+        text = byte_tokenizer.decode(walk(factory.regex(r"(ab/|\d{2}\n)+x?"), byte_tokenizer, random.Random(seed)), False)
+        rest = text.removesuffix("x")
+        assert rest
+        assert all(line.isdigit() for line in rest.replace("ab/", "").split("\n") if line)
+
+
+def test_accept_refuses_and_changes_nothing(factory: GrammarFactory, byte_tokenizer: Tokenizer) -> None:
+    grammar = factory.json_schema({"type": "array", "items": {"type": "integer"}})
+    opening, one, closing = (byte_tokenizer.encode(char, False)[0] for char in "[1]")
+    before = grammar.mask()
+    for token in (one, byte_tokenizer.eos_token_ids[0], WIDTH - 1, WIDTH + 5, -1):
+        assert not grammar.accept(token)
+    assert grammar.mask() == before
+    assert grammar.accept(opening)
+    assert not grammar.may_end
+    assert grammar.accept(one)
+    assert grammar.accept(closing)
+    assert grammar.finished
+    assert grammar.accept(byte_tokenizer.eos_token_ids[1])
+    assert not grammar.accept(one)
+
+
+def test_rollback(factory: GrammarFactory, byte_tokenizer: Tokenizer) -> None:
+    grammar = factory.json_schema({"type": "array", "items": {"type": "integer"}})
+    masks = []
+    ids = byte_tokenizer.encode("[12]", False)
+    for token in [*ids, byte_tokenizer.eos_token_ids[0]]:
+        masks.append(grammar.mask())
+        assert grammar.accept(token)
+    for count in range(1, len(ids) + 2):
+        grammar.rollback(1)
+        assert grammar.mask() == masks[-count]
+    for token in [*ids, byte_tokenizer.eos_token_ids[0]]:
+        assert grammar.accept(token)
+    grammar.rollback(2)
+    assert grammar.mask() == masks[len(ids) - 1]
+    with pytest.raises(GrammarError, match="cannot take back"):
+        grammar.rollback(99)
+
+
+@pytest.mark.parametrize("parser_name", ["hermes", "qwen3_xml", "mistral"])
+@pytest.mark.parametrize("choice", ["required", "get_weather", {"type": "function", "function": {"name": "now"}}])
+def test_forced_calls_are_read_back_by_their_parser(
+    factory: GrammarFactory, byte_tokenizer: Tokenizer, parser_name: str, choice: str | dict[str, Any]
+) -> None:
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in samples.TOOLS}
+    for seed in range(10):
+        ids = walk(factory.tool_calls(samples.TOOLS, choice, parser_name), byte_tokenizer, random.Random(seed), limit=3000)
+        parser = tool_parser(parser_name, samples.TOOLS)
+        text = byte_tokenizer.decode(ids, False)
+        outcome = [parser.push(text), parser.finish()]
+        assert "".join(content for content, _ in outcome) == ""
+        calls: list[list[str]] = []
+        for delta in itertools.chain(*(deltas for _, deltas in outcome)):
+            calls += [[delta.name, ""]] if delta.name else []
+            calls[-1][1] += delta.arguments
+        assert calls
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), schemas[name] or {"type": "object", "maxProperties": 0})
+        if choice != "required":
+            assert [name for name, _ in calls] == ["get_weather" if isinstance(choice, str) else "now"]
+
+
+def test_one_call_where_several_are_not_wanted(factory: GrammarFactory, byte_tokenizer: Tokenizer) -> None:
+    ids = byte_tokenizer.encode('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', False)
+    for parallel in (True, False):
+        grammar = factory.tool_calls(samples.TOOLS, "required", "hermes", parallel=parallel)
+        assert all(grammar.accept(index) for index in ids)
+        assert grammar.may_end
+        assert grammar.finished is not parallel
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "name", "message"),
+    [
+        (samples.TOOLS, "fly", "hermes", "'fly', which is not among the tools"),
+        (samples.TOOLS, "required", "none", "'none' has no syntax"),
+        ([], "required", "hermes", "no tools"),
+        ([{"type": "function", "function": {}}], "required", "hermes", r"function\.name"),
+        ([{"function": {"name": "f", "parameters": {"type": "array"}}}], "f", "hermes", "type object"),
+        ([{"function": {"name": "f", "parameters": {"required": ["x"]}}}], "f", "qwen3_xml", "'x' has no schema"),
+        ([{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "strin"}}}}}], "f", "hermes", "Invalid type"),
+    ],
+)
+def test_refused_tools(factory: GrammarFactory, tools: list[dict], choice: str, name: str, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        factory.tool_calls(tools, choice, name)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "strin"}, "Invalid type"),
+        ({"type": "object", "properties": 3}, "object"),
+        ({"$ref": "#/$defs/missing"}, "missing"),
+        ({"type": "string", "pattern": "(?=a)b"}, "regex|pattern|look"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"enum": ["x" * MAX_SCHEMA_BYTES]}, "the limit is"),
+        ({"const": float("nan")}, "not JSON"),
+    ],
+)
+def test_refused_schemas(factory: GrammarFactory, schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        factory.json_schema(schema)
+
+
+def test_refused_patterns_and_depth(factory: GrammarFactory) -> None:
+    with pytest.raises(GrammarError, match="unclosed group"):
+        factory.regex("(a")
+    with pytest.raises(GrammarError, match="the limit is"):
+        factory.regex("a" * (MAX_PATTERN_CHARS + 1))
+    nested: dict[str, Any] = {"type": "integer"}
+    for _ in range(20_000):
+        nested = {"type": "array", "items": nested}
+    with pytest.raises(GrammarError, match="nested too deeply"):
+        factory.json_schema(nested)
+
+
+@pytest.mark.parametrize("depth", [200, 900])
+def test_deep_schemas_are_made_or_refused(factory: GrammarFactory, depth: int) -> None:
+    nested: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        nested = {"type": "array", "items": nested}
+    try:
+        factory.json_schema(nested).mask()
+    except GrammarError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize("pattern", ["(a{1000}){1000}", "(a|aa)+b", "(.*a){50}", "((a{0,100}){0,100}){0,100}"])
+def test_heavy_patterns_are_bounded(factory: GrammarFactory, byte_tokenizer: Tokenizer, pattern: str) -> None:
+    token = byte_tokenizer.encode("a", False)[0]
+    try:
+        grammar = factory.regex(pattern)
+        for _ in range(5):
+            grammar.mask()
+            grammar.accept(token)
+    except GrammarError as error:
+        assert str(error)
+
+
+def test_tokenizer_without_an_end_token(tmp_path: Path) -> None:
+    factory = GrammarFactory(Tokenizer.load(samples.save(tmp_path, samples.byte_level_tokenizer(), {})))
+    with pytest.raises(GrammarError, match="no end token"):
+        factory.json_object()
+
+
+def test_real_tokenizer(smollm_tokenizer: Tokenizer) -> None:
+    grammar = GrammarFactory(smollm_tokenizer, 49160).json_schema(PERSON)
+    text = '{"name": "Ada", "age": 36, "home": {"zip": "01234"}}'
+    for index in smollm_tokenizer.encode(text, False):
+        assert index in allowed(grammar, 49160)
+        assert grammar.accept(index)
+    assert allowed(grammar, 49160) == [2]
