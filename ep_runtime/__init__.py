@@ -1,4 +1,4 @@
-"""Expert-parallel inference runtime. `from ep_runtime import LLM, SamplingParams` for offline use; it is loaded when first asked for.
+"""Expert-parallel inference runtime. `from ep_runtime import LLM, SamplingParams` for offline use, loaded when first asked for.
 
 What starts and supervises processes imports this package too, and must not import torch for it.
 """

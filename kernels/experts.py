@@ -7,6 +7,7 @@ Shape letters: T rows, k experts a row, E experts held here, H hidden, I units. 
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -48,38 +49,50 @@ def plan_experts(rows: int, top_k: int, num_experts: int, held: int, *, on_host:
     return ExpertForm.GROUPED if may_wait and rows > DENSE_ROWS else ExpertForm.DENSE
 
 
+class Held(NamedTuple):
+    """The experts of this rank: `local[e]` is expert e's index here, or -1; `experts[i]` is the expert at index i. Both int64."""
+
+    local: torch.Tensor
+    experts: torch.Tensor
+
+
 def run_experts(
     form: ExpertForm,
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    local: torch.Tensor,
+    held: Held,
     gate_up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    """This rank's partial sum `[T, H]`, in x's dtype.
+    """This rank's partial sum `[T, H]`, in x's dtype. x `[T, H]`; experts `[T, k]` int64, any of the model's; weights `[T, k]`."""
+    weights = weights.to(x.dtype)
+    match form:
+        case ExpertForm.NONE:
+            return torch.zeros_like(x)
+        case ExpertForm.DENSE:
+            return _dense(x, experts, weights, held, gate_up, down)
+        case ExpertForm.GATHERED:
+            return _gathered(x, held.local[experts], weights, gate_up, down)
+        case ExpertForm.LISTED:
+            return _listed(x, held.local[experts], weights, gate_up, down)
+        case ExpertForm.GROUPED:
+            return _grouped(x, held.local[experts], weights, gate_up, down)
 
-    x `[T, H]`; experts `[T, k]` int64; weights `[T, k]`; local `[num_experts]` int64: an expert's index here, or -1.
-    """
-    if form is ExpertForm.NONE:
-        return torch.zeros_like(x)
-    if form is ExpertForm.DENSE:
-        return _dense(x, local[experts], weights.to(x.dtype), gate_up, down)
-    if form is ExpertForm.GATHERED:
-        return _gathered(x, local[experts], weights.to(x.dtype), gate_up, down)
-    if form is ExpertForm.LISTED:
-        return _listed(x, local[experts], weights.to(x.dtype), gate_up, down)
-    return _grouped(x, local[experts], weights.to(x.dtype), gate_up, down)
 
-
-def _dense(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    held, _, hidden = gate_up.shape
-    # A column past the held experts takes the weights of the others.
-    combine = x.new_zeros(x.shape[0], held + 1).scatter_(1, chosen.where(chosen >= 0, held), weights)[:, :held, None]
-    gate, up = functional.linear(x, gate_up.flatten(0, 1)).view(x.shape[0], held, 2, -1).unbind(2)
+def _dense(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, held: Held, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    rows, top_k = experts.shape
+    num_experts = held.local.shape[0]
+    combine = x.new_zeros(rows, num_experts).scatter_(1, experts, weights).index_select(1, held.experts).unsqueeze(-1)
+    gate, up = functional.linear(x, gate_up.flatten(0, 1)).view(rows, gate_up.shape[0], 2, -1).unbind(2)
     units = functional.silu(gate).mul_(up).mul_(combine)
+    if top_k < num_experts:
+        # What an expert makes of a row that did not choose it may overflow, and then zero times it is not zero.
+        units = units.masked_fill_(combine == 0, 0)
     if down.mT.is_contiguous():
-        return units.flatten(1) @ down.mT.reshape(-1, hidden)
+        return units.flatten(1) @ down.mT.reshape(-1, down.shape[1])
     return torch.bmm(units.transpose(0, 1), down.mT).sum(0)
 
 

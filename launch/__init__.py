@@ -1,1 +1,1 @@
-"""Ways to start the runtime."""
+"""Ways to start the runtime beyond `torchrun`: systemd, Slurm, a container image, Kubernetes."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from protocol.commands import BATCH, BODIES, Body, Cmd, Copy, Decode, Forward, PrefillChunk, Span, Wanted
 from protocol.errors import EpCommandFailed, EpFrameCorrupt, EpOutOfOrder
-from protocol.preamble import MAX_BODY, MAX_TOKENS, Preamble, implied_seq_id, pack, preamble_size, unpack
+from protocol.preamble import MAX_BODY, MAX_TOKENS, Preamble, pack, preamble_size, unpack
 
 MAX_SLOT = 2**24 - 1
 """Largest slot number that a frame can name."""
@@ -46,7 +46,8 @@ def encode(
 ) -> bytes:
     """Bytes of a frame, which `decode` accepts. `tokens` is a one-dimensional integer array, or a list.
 
-    A command that no rank would accept raises `EpCommandFailed`: nothing has been sent, so only this command fails.
+    `flags` are those of `protocol.preamble`. A command that no rank would accept raises `EpCommandFailed`: nothing has been
+    sent, so only this command fails.
     """
     token_array = np.ascontiguousarray(tokens, dtype="<i4")
     body = msgspec.msgpack.encode(command)
@@ -57,7 +58,7 @@ def encode(
                 f"tokens have shape {token_array.shape} (at most {MAX_TOKENS}), body {len(body)} bytes (at most {MAX_BODY})"
             )
         # The body is decoded once here, so that a field out of its range is found by the rank that made it.
-        _check(_decode_body(command.cmd, body), seq_id, token_array, version)
+        _check(_decode_body(command.cmd, body), seq_id, token_array, version, flags)
         preamble = Preamble(version, command.cmd, epoch, step, seq_id, len(token_array), len(body), crc32(payload), flags)
         return pack(preamble) + payload
     except (EpFrameCorrupt, ValueError) as fault:
@@ -78,7 +79,7 @@ def decode(data: bytes | bytearray | memoryview, version: int = 2) -> Frame:
         # A copy: the body's length leaves the tokens unaligned, and the receive buffer is not theirs to keep.
         tokens = np.frombuffer(view, dtype="<i4", count=preamble.n_tokens, offset=start + preamble.body_len).astype(np.int32)
     tokens.flags.writeable = False
-    _check(command, preamble.seq_id, tokens, version)
+    _check(command, preamble.seq_id, tokens, version, preamble.flags)
     return Frame(preamble, command, tokens)
 
 
@@ -99,7 +100,7 @@ def _decode_body(cmd: int, body: bytes | memoryview) -> Body:
         raise EpFrameCorrupt(f"body of {Cmd(cmd).name}: {fault}") from fault
 
 
-def _check(command: Body, seq_id: int, tokens: np.ndarray, version: int) -> None:
+def _check(command: Body, seq_id: int, tokens: np.ndarray, version: int, flags: int) -> None:
     """Cross-checks between the fields of one frame."""
     _check_seq_id(command, seq_id, version)
     if isinstance(command, Forward):
@@ -108,6 +109,8 @@ def _check(command: Body, seq_id: int, tokens: np.ndarray, version: int) -> None
             raise EpFrameCorrupt(f"token {int(tokens.argmin())} is {int(tokens.min())}")
     else:
         due = 0
+        if flags:
+            raise EpFrameCorrupt(f"flags is {flags:#x}, {command.cmd.name} has none")
     if len(tokens) != due:
         raise EpFrameCorrupt(f"n_tokens is {len(tokens)}, {command.cmd.name} needs {due}")
 
@@ -115,10 +118,9 @@ def _check(command: Body, seq_id: int, tokens: np.ndarray, version: int) -> None
 def _check_seq_id(command: Body, seq_id: int, version: int) -> None:
     name = command.cmd.name
     if version == 1:
+        # The preamble holds seq_id to what the command implies.
         if isinstance(command, Copy):
             raise EpFrameCorrupt(f"{name} needs two slots, version 1 has slot 0 alone")
-        if seq_id != implied_seq_id(command.cmd):
-            raise EpFrameCorrupt(f"seq_id is {seq_id}, version 1 has {implied_seq_id(command.cmd)} for {name}")
     elif command.per_slot:
         if not 0 <= seq_id <= MAX_SLOT:
             raise EpFrameCorrupt(f"seq_id is {seq_id}, {name} needs a slot of 0 to {MAX_SLOT}")

@@ -25,7 +25,7 @@ from protocol.ack import (
 from protocol.address import connect
 from protocol.channel import Channel, Wait
 from protocol.codec import BLOB_HEADER, blob_size, open_blob, pack_blob
-from protocol.errors import EpDiverged, EpHandshakeRefused, EpOutOfOrder, EpPeerGone, EpRankFailed
+from protocol.errors import EpDiverged, EpEpochClosed, EpHandshakeRefused, EpOutOfOrder, EpPeerGone, EpRankFailed
 from protocol.hello import ANSWER_SIZE, Hello, Reason, pack_hello, token_hash, unpack_answer
 from protocol.preamble import preamble_size, unpack
 from protocol.verdict import FAILURE_GRACE
@@ -41,6 +41,7 @@ class HeadLinks:
         self._channels = list(channels)
         self._epoch = epoch
         self._closed = closed
+        self._failed_since: float | None = None
         self._poller = select.poll()
         self._by_fd = {channel.fd: channel for channel in self._channels}
         for channel in self._channels:
@@ -56,11 +57,27 @@ class HeadLinks:
         return [channel.fd for channel in self._channels if not channel.eof]
 
     def check(self) -> None:
-        """Without waiting: raise `EpPeerGone` if a worker's stream has ended."""
+        """Without waiting: raise `EpPeerGone` if a worker's stream has ended, `EpEpochClosed` if the epoch has.
+
+        `EpRankFailed` when a worker has acked a failure a second ago while this rank, still busy, has not: it waits in vain.
+        """
+        if self._closed():
+            raise EpEpochClosed("the epoch was closed")
         self._read(0)
         for channel in self._channels:
             if channel.eof:
                 raise channel.gone()
+        self._check_failed()
+
+    def _check_failed(self) -> None:
+        failed = [ack for channel in self._channels if (ack := _next_ack(channel)) is not None and ack.failed]
+        if not failed:
+            self._failed_since = None
+        elif self._failed_since is None:
+            self._failed_since = monotonic()
+        elif monotonic() - self._failed_since > FAILURE_GRACE:
+            causes = "; ".join(f"rank {ack.rank}: {ack.message}" for ack in failed)
+            raise EpRankFailed(f"step {failed[0].step} failed on some ranks while others still run it: {causes}")
 
     def send(self, data: bytes, deadline: float | None = None) -> None:
         """Send a frame to every worker. Acks that come meanwhile are read, so a worker that still acks is no deadlock."""
@@ -248,9 +265,22 @@ class WorkerLink:
         """A handshake message of the head."""
         return _receive_blob(self._channel, Wait(self._closed, deadline, lambda: "the head's handshake"))
 
+    def check(self) -> None:
+        """Without waiting: raise `EpPeerGone` if the head's stream has ended, `EpEpochClosed` if the epoch has."""
+        if self._closed():
+            raise EpEpochClosed("the epoch was closed")
+        self._channel.fill()
+        if self._channel.eof:
+            raise self._channel.gone()
+
     def close(self) -> None:
         """Close the link; idempotent. The head sees the end of the stream."""
         self._channel.close()
+
+
+def _next_ack(channel: Channel) -> Ack | None:
+    """The ack that has come and is not read yet, if there is one."""
+    return unpack_ack(channel.buffer[:ACK_SIZE]) if len(channel.buffer) >= ACK_SIZE else None
 
 
 def _receive_blob(channel: Channel, wait: Wait) -> bytes:

@@ -66,6 +66,8 @@ def pack(preamble: Preamble) -> bytes:
     version, cmd, epoch, step, seq_id, *rest = preamble
     if version not in VERSIONS:
         raise ValueError(f"version is {version}, known are {VERSIONS}")
+    if preamble.flags & ~RECORD_ROUTING:
+        raise ValueError(f"flags is {preamble.flags:#x}, only {RECORD_ROUTING:#x} is defined")
     try:
         if version == 1:
             if seq_id != implied_seq_id(cmd):

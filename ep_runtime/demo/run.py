@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 import signal
@@ -13,13 +14,14 @@ import urllib.error
 import urllib.request
 
 import openai
+import psutil
 
 from ep_runtime.demo.checkpoint import DemoUnavailable, demo_checkpoint
 from ep_runtime.demo.client import QUESTION, ask
 
 READY_SECONDS = 600.0
 END_SECONDS = 40.0
-"""torchrun kills its processes 30 seconds after it was told to stop."""
+"""A server ends within 25 seconds."""
 
 
 class DemoFailed(Exception):
@@ -48,25 +50,31 @@ def show(port: int, ranks: int, oneshot: bool) -> int:
     """Serve, ask, and stay or end; the exit status."""
     arguments = ["--nproc-per-node", str(ranks), "-m", "ep_runtime.serve", "--device", "cpu", "--port", str(port)]
     print(f"$ torchrun {' '.join(arguments)}", flush=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
-        env=environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
         wait_ready(server, f"http://127.0.0.1:{port}/ready")
         print(f"\nQuestion: {QUESTION}\nAnswer:   ", end="", flush=True)
-        answer = ask(f"http://127.0.0.1:{port}/v1", QUESTION)
-        if oneshot:
-            return 0 if answer.strip() else 1
-        print(f"\nServing on http://127.0.0.1:{port}/v1 until Ctrl-C. Ask more with: python -m ep_runtime.demo.client 'QUESTION'")
-        raise DemoFailed(f"the server ended with status {server.wait()}")
+        answered = bool(ask(f"http://127.0.0.1:{port}/v1", QUESTION).strip())
+        if not oneshot:
+            print(
+                f"\nServing on http://127.0.0.1:{port}/v1 until Ctrl-C. Ask more: python -m ep_runtime.demo.client 'QUESTION'",
+                flush=True,
+            )
+            raise DemoFailed(f"the server ended with status {server.wait()}")
     except KeyboardInterrupt:
-        return 0
-    finally:
+        answered = True
+    except BaseException:
         end(server)
+        raise
+    status = end(server)
+    if status != 0:
+        raise DemoFailed(f"the server ended with status {status}")
+    return 0 if answered else 1
 
 
 def wait_ready(server: subprocess.Popen[bytes], url: str) -> None:
@@ -93,15 +101,22 @@ def answers(url: str) -> bool:
         return False
 
 
-def end(server: subprocess.Popen[bytes]) -> None:
-    """Stop torchrun and, through it, every rank; kill what is left."""
-    if server.poll() is None:
-        server.send_signal(signal.SIGTERM)
+def end(server: subprocess.Popen[bytes]) -> int:
+    """Stop every rank in order, kill what is left, and return torchrun's exit status.
+
+    The ranks are told, not torchrun: it would call its own signal an error.
+    """
+    for rank in psutil.Process(server.pid).children() if server.poll() is None else []:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.terminate()
     try:
-        server.wait(END_SECONDS)
+        return server.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        for process in psutil.Process(server.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        server.kill()
+        return server.wait()
 
 
 if __name__ == "__main__":

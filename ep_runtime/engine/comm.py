@@ -7,6 +7,9 @@ dropping the object. Every call is counted, so that ranks can compare how many c
 from __future__ import annotations
 
 import datetime
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,19 +19,27 @@ from torch import distributed
 _torch: Any = distributed
 
 
+WAIT_SLICE = datetime.timedelta(milliseconds=20)
+
+
 class GroupCommunicator:
     """Collectives over Gloo (CPU tensors) or NCCL (CUDA tensors); see `model.base.Communicator` for the contract.
 
     Sums gather every rank's partial and add them in rank order in float32: the same bits on all ranks, and for a row the same bits
     whatever else is in the batch, which a ring reduction does not give.
+
+    `check` raises `EpLinkLost` when the epoch is over or a rank is lost. A wait on the host calls it every 20 ms: Gloo itself
+    notices a dead peer, but not one that has failed and left.
     """
 
-    def __init__(self, group: Any, rank: int, world: int, device: torch.device) -> None:
+    def __init__(self, group: Any, rank: int, world: int, device: torch.device, check: Callable[[], None]) -> None:
         self.rank = rank
         self.world = world
         self.launched = 0
         self._group = group
         self._device = device
+        self._check = check
+        self._pending: Any = None
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum of all ranks' `partial`, in rank order, in `partial`'s dtype."""
@@ -47,23 +58,60 @@ class GroupCommunicator:
             return parts if self.rank == 0 else None
         shard = shard.contiguous()
         parts = [torch.empty_like(shard) for _ in range(self.world)] if self.rank == 0 else []
-        self._group.gather(parts, shard, 0).wait()
+        self._wait(self._group.gather(parts, shard, 0))
         return parts if self.rank == 0 else None
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's contiguous `tensor` overwrites every rank's."""
         self.launched += 1
-        self._group.broadcast(tensor, 0).wait()
+        self._wait(self._group.broadcast(tensor, 0))
+
+    def close(self) -> None:
+        """Leave the group by dropping it.
+
+        An operation that is still pending on the host would keep the destructor waiting for its timeout: the group is then left
+        to a thread that does the waiting.
+        """
+        group, self._group = self._group, None
+        if self._pending is not None:
+            threading.Thread(target=_outlive, args=(group, self._pending), name="parked group", daemon=True).start()
+
+    def _wait(self, work: Any) -> None:
+        if self._device.type == "cuda":
+            # Orders the stream behind the collective; the host does not wait.
+            work.wait()
+            return
+        self._pending = work
+        while not _finished(work):
+            self._check()
+        self._pending = None
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         tensor = tensor.contiguous()
         if self._device.type == "cuda":
             out = torch.empty((self.world, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-            self._group._allgather_base(out, tensor).wait()
+            self._wait(self._group._allgather_base(out, tensor))
             return list(out.unbind(0))
         parts = [torch.empty_like(tensor) for _ in range(self.world)]
-        self._group.allgather([parts], [tensor]).wait()
+        self._wait(self._group.allgather([parts], [tensor]))
         return parts
+
+
+def _finished(work: Any) -> bool:
+    """Wait up to 20 ms for a Gloo operation. Raises what the operation raised."""
+    try:
+        work.wait(WAIT_SLICE)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def _outlive(group: Any, pending: Any) -> None:
+    """Hold the group until its last operation ends, by success, error or timeout: none of them matters any more."""
+    while not pending.is_completed():
+        time.sleep(1.0)
 
 
 def open_store(host: str, world: int) -> tuple[Any, str]:
@@ -80,7 +128,15 @@ def connect_store(address: str, world: int, timeout_s: float) -> Any:
 
 
 def form_group(
-    store: Any, *, epoch: int, rank: int, world: int, device: torch.device, host: str, timeout_s: float
+    store: Any,
+    *,
+    epoch: int,
+    rank: int,
+    world: int,
+    device: torch.device,
+    host: str,
+    timeout_s: float,
+    check: Callable[[], None],
 ) -> GroupCommunicator:
     """Join this epoch's process group.
 
@@ -101,4 +157,4 @@ def form_group(
         options._devices = [_torch.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timeout
         group = _torch.ProcessGroupGloo(prefixed, rank, world, options)
-    return GroupCommunicator(group, rank, world, device)
+    return GroupCommunicator(group, rank, world, device, check)

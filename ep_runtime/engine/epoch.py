@@ -53,6 +53,9 @@ class CountedSingleRank(SingleRank):
 
     launched = 0
 
+    def close(self) -> None:
+        """There is no group to leave."""
+
 
 class RankEpoch:
     """What one rank owns for one epoch. `close` tears it down, newest first."""
@@ -81,7 +84,8 @@ class RankEpoch:
         self.executor = Executor(rank.loaded.model, self.state, comm, self.limits, rank.device)
 
     def close(self) -> None:
-        """Free every slot and drop the state. Communicators are dropped with the last reference to the executor."""
+        """Leave the communicator, free every slot and drop the state."""
+        self.executor.comm.close()
         self.slots.clear_all()
         self.state.close()
 
@@ -114,7 +118,7 @@ def open_head(
         num_blocks = min(offers)
         links.send_blob(msgspec.msgpack.encode(num_blocks), deadline)
         head_handshake(links, own_fingerprint(rank, place, num_blocks), deadline)
-        comm = _communicator(rank, place)
+        comm = _communicator(rank, place, links.check)
         epoch = RankEpoch(rank, place, comm, num_blocks)
         undo.pop_all()
     broadcaster = Broadcaster(
@@ -146,7 +150,7 @@ def open_worker(rank: RankModel, place: EpochPlace, closed: Callable[[], bool]) 
         link.send_blob(msgspec.msgpack.encode(rank.plan.num_blocks), deadline)
         num_blocks = msgspec.msgpack.decode(link.receive_blob(deadline), type=int)
         worker_handshake(link, own_fingerprint(rank, place, num_blocks), deadline)
-        comm = _communicator(rank, place)
+        comm = _communicator(rank, place, link.check)
         epoch = RankEpoch(rank, place, comm, num_blocks)
         undo.pop_all()
     return epoch, Worker(epoch.executor, link, version=config.protocol, device=rank.device), link
@@ -178,7 +182,7 @@ def own_fingerprint(rank: RankModel, place: EpochPlace, num_blocks: int) -> Fing
     )
 
 
-def _communicator(rank: RankModel, place: EpochPlace) -> CountingCommunicator:
+def _communicator(rank: RankModel, place: EpochPlace, check: Callable[[], None]) -> CountingCommunicator:
     if place.world == 1:
         return CountedSingleRank()
     timeout = rank.config.handshake_timeout
@@ -191,6 +195,7 @@ def _communicator(rank: RankModel, place: EpochPlace) -> CountingCommunicator:
         device=rank.device,
         host=place.host,
         timeout_s=rank.config.command_timeout,
+        check=check,
     )
 
 

@@ -29,9 +29,13 @@ class CountingCommunicator(Communicator, Protocol):
 
     launched: int
 
+    def close(self) -> None:
+        """Leave the group; never waits for another rank."""
+        ...
+
 
 Choose = Callable[[ForwardOutput, Forward], torch.Tensor]
-"""Gives the sampled tokens `[n] int64` of a forward's sampled spans: real ones on the head, an empty buffer elsewhere."""
+"""Takes a forward's wanted rows; gives the tokens `[n] int64` of its sampled spans, on workers a buffer for the head's."""
 
 
 class Executor:
@@ -90,9 +94,11 @@ class Executor:
         output = self._model.forward(batch, self._state, self.comm)
         if output.routing is not None:
             self._routing_digest = _tensor_digest(output.routing)
-        sampled = [span.slot for span in command.spans if span.sampled]
-        if sampled:
+        if any(span.wanted is not Wanted.NONE for span in command.spans):
             tokens = choose(output, command)
+            sampled = [span.slot for span in command.spans if span.sampled]
+            if not sampled:
+                return
             self.comm.broadcast(tokens)
             self._last_tokens[torch.tensor(sampled, device=self._device)] = tokens
 

@@ -12,13 +12,15 @@ import logging
 import socket
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
 from ep_runtime.config import RuntimeConfig
+from ep_runtime.engine.broadcast import Broadcaster
 from ep_runtime.engine.comm import open_store
-from ep_runtime.engine.epoch import EpochPlace, open_head, open_worker
+from ep_runtime.engine.epoch import EpochPlace, RankEpoch, open_head, open_worker
 from ep_runtime.engine.head import Head
 from ep_runtime.engine.port import ZmqPort
 from ep_runtime.engine.rank import RankModel, load_rank
@@ -119,7 +121,13 @@ class Engine:
         epoch, broadcaster, links = open_head(rank, place, self._listener if place.world > 1 else None, self._epoch_closed)
         if self._listener is not None:
             self._listener.close()
-        port = ZmqPort(self._runtime_dir, place.epoch, wake_fd=self._control.fileno())
+        with closing(epoch), closing(links):
+            if self._listener is not None:
+                self._listener.close()
+            with closing(ZmqPort(self._runtime_dir, place.epoch, wake_fd=self._control.fileno())) as port:
+                self._run_head(place, rank, epoch, broadcaster, port)
+
+    def _run_head(self, place: EpochPlace, rank: RankModel, epoch: RankEpoch, broadcaster: Broadcaster, port: ZmqPort) -> None:
         limits = scheduler_limits(rank, epoch.limits)
         head = Head(
             broadcaster=broadcaster,
@@ -148,17 +156,13 @@ class Engine:
         )
         head.run(self._stopping, self._grace_left)
         port.publish(EpochEnded(place.epoch, "the server stops", final=True))
-        port.close()
-        links.close()
-        epoch.close()
 
     def _serve_worker(self, place: EpochPlace, rank: RankModel) -> None:
         epoch, worker, link = open_worker(rank, place, self._epoch_closed)
-        collect_garbage_once()
-        self._control.send(Ready(place.epoch, rank.parallel.rank), SEND_TIMEOUT_S)
-        worker.run(epoch.slots)
-        link.close()
-        epoch.close()
+        with closing(epoch), closing(link):
+            collect_garbage_once()
+            self._control.send(Ready(place.epoch, rank.parallel.rank), SEND_TIMEOUT_S)
+            worker.run(epoch.slots)
 
     # The control socket, while an epoch runs
 

@@ -45,14 +45,18 @@ class StepSampling:
         """Sample every sampled span's last row, in span order: `[n] int64` on the device."""
         logits = output.logits
         assert logits is not None, "the head's forward returns logits"
+        prompt_rows = self._prompt_logprobs(logits)
         rows = sampled_rows(self._plan, self._prompt_lengths())
+        if not rows:
+            self._pending = PendingStep(self._plan, prompt_rows=prompt_rows)
+            return torch.empty(0, dtype=torch.int64, device=logits.device)
         constrained = [(r.request_id, r.index) for r in rows if self._constrained(r.request_id)]
         if constrained:
             self._await_masks(constrained)
         picked = logits if len(rows) == len(logits) else logits[torch.tensor([r.logit_row for r in rows], device=logits.device)]
         masks = [self._requests.take_mask(r.request_id, r.index) for r in rows]
         sampled = self._sampler.sample(picked, [r.slot for r in rows], [r.index for r in rows], masks)
-        self._pending = PendingStep(self._plan, sampled, tuple(rows), self._prompt_logprobs(logits))
+        self._pending = PendingStep(self._plan, sampled, tuple(rows), prompt_rows)
         return sampled.tokens
 
     def pending(self) -> PendingStep:

@@ -28,7 +28,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        error = self._refusal(scope["path"], headers)
+        error = self._refusal(scope["path"].removeprefix(scope.get("root_path", "")), headers)
         if error is not None:
             await error_response(error)(scope, receive, send)
             return

@@ -50,6 +50,9 @@ class EngineCollector(Collector):
         yield ranks
 
 
+DROP_REASONS = ("malformed", "epoch", "ended")
+
+
 class Metrics:
     """All counters and histograms that the frontend itself moves; names are listed in docs/http_api.md."""
 
@@ -86,3 +89,5 @@ class Metrics:
         self.dropped = Counter(
             "ep_dropped_results", "Messages or updates of the engine that nobody may see", ["reason"], registry=registry
         )
+        for reason in DROP_REASONS:
+            self.dropped.labels(reason)

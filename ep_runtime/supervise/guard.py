@@ -6,7 +6,6 @@ import importlib.machinery
 import importlib.util
 from pathlib import Path
 
-
 NAMES = ("kernels", "launch", "model", "protocol")
 
 

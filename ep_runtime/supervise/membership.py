@@ -290,14 +290,14 @@ class Membership:
             late = ", ".join(str(rank) for rank in sorted(self.members)) or "none"
             self.evidence.append(Evidence(None, "", f"not ended after {STOPPING_SECONDS:g} s: ranks {late}"))
             return [self._finish()]
-        return self._fail(Evidence(None, "", f"{self.phase.value}: {self._late()} after {self._allowed():g} s"))
+        return self._fail(Evidence(None, "", f"{self.phase.value}: {self._late()}"))
 
     def _late(self) -> str:
         ranks = sorted(self.waiting)
         named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         seen = [self.progress[rank] for rank in ranks if rank in self.progress]
-        where = "".join(f"; rank {at.rank} was last seen in step {at.step}, {at.phase}" for at in seen)
-        return f"nothing from {named}{where}"
+        where = "; ".join(f"rank {at.rank} was last seen in step {at.step}, {at.phase}" for at in seen)
+        return f"nothing from {named} after {self._allowed():g} s" + (f" ({where})" if where else "")
 
     def _allowed(self) -> float:
         match self.phase:

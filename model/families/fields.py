@@ -28,7 +28,7 @@ INERT: Mapping[str, Any] = {
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
     "scoring_func": "softmax",
-    "attn_implementation": None,
+    "rope_interleaved": False,
 }
 """Options of neighbouring architectures that change what is computed, with the one value (or null) that does not."""
 
@@ -51,7 +51,9 @@ def whole(config: Json, field: str, default: int | None = None) -> int:
 
 def count(config: Json, field: str, default: int = 0) -> int:
     """An integer that may be 0."""
-    return 0 if config.get(field) == 0 else whole(config, field, default) if config.get(field) is not None else default
+    value = config.get(field)
+    value = default if value is None else value
+    return 0 if value == 0 else whole(config, field, value)
 
 
 def real(config: Json, field: str, default: float | None = None) -> float:

@@ -19,7 +19,7 @@ def hybrid_config(
     rope, positions = read_rope(config, attention.head_dim, theta=10_000.0, partial=0.25)
     return ModelConfig(
         **basics(config, outer, architecture, family),
-        intermediate_size=whole(config, "intermediate_size", 1) if all(sparse) else whole(config, "intermediate_size"),
+        intermediate_size=count(config, "intermediate_size") if all(sparse) else whole(config, "intermediate_size"),
         layers=_layers(config, sparse),
         attention=attention,
         delta=_delta(config),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kernels.experts import plan_experts, run_experts
+from kernels.experts import Held, plan_experts, run_experts
 from kernels.router import route
 from model.config import MoeConfig
 from model.layers.build import Build
@@ -27,13 +27,14 @@ class Moe(nn.Module):
         if config.shared_intermediate:
             self.shared = Mlp(hidden, config.shared_intermediate, build)
             self.shared_gate = build.linear(hidden, 1)
-        self._local = torch.full((config.num_experts,), -1, dtype=torch.int64)
-        self._local[list(held)] = torch.arange(len(held))
+        local = torch.full((config.num_experts,), -1, dtype=torch.int64)
+        local[list(held)] = torch.arange(len(held))
+        self._held = Held(local, torch.tensor(held, dtype=torch.int64))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`; one reduction, on every rank, whatever it holds."""
-        if self._local.device != x.device:
-            self._local = self._local.to(x.device)
+        if self._held.local.device != x.device:
+            self._held = Held(*(index.to(x.device) for index in self._held))
         weights, experts = route(self.router(x), self.top_k, self.normalise)
         if step.batch.routing:
             step.routing.append(experts.to(torch.int32))
@@ -45,7 +46,7 @@ class Moe(nn.Module):
             on_host=x.device.type == "cpu",
             may_wait=not step.batch.decode_only,
         )
-        out = step.comm.reduce(run_experts(form, x, experts, weights, self._local, self.gate_up, self.down))
+        out = step.comm.reduce(run_experts(form, x, experts, weights, self._held, self.gate_up, self.down))
         if self.shared is not None and self.shared_gate is not None:
             out = out + self.shared_gate(x).sigmoid() * self.shared(x)
         return out

@@ -56,20 +56,15 @@ def test_alone_batched_preempted_and_chunked_agree(
     ranks: RankPool, checkpoint: Checkpoint, family: str, variant: str, lookahead: bool
 ) -> None:
     folder, requests = checkpoint(family, variant), mixed_requests((1, 2, 63, 64, 65), 40)
-    common = {"folder": str(folder), "requests": requests, "max_model_len": 256, "lookahead": lookahead}
-    alone = ranks.run(2, GENERATE, together=False, max_num_seqs=1, max_num_batched_tokens=256, **common)[0]
-    batched = ranks.run(2, GENERATE, together=True, max_num_seqs=8, max_num_batched_tokens=512, **common)[0]
-    chunked = ranks.run(2, GENERATE, together=True, max_num_seqs=4, max_num_batched_tokens=13, **common)[0]
-    preempted = ranks.run(
-        2,
-        GENERATE,
-        together=True,
-        max_num_seqs=6,
-        max_num_batched_tokens=64,
-        num_blocks=29,
-        block_size=8,
-        **(common | {"max_model_len": 232}),
-    )[0]
+
+    def run(together: bool, seqs: int, budget: int, **settings: Any) -> dict[str, Any]:
+        settings = {"max_model_len": 232, "max_num_seqs": seqs, "max_num_batched_tokens": budget, **settings}
+        return ranks.run(2, GENERATE, folder=str(folder), requests=requests, lookahead=lookahead, together=together, **settings)[0]
+
+    alone = run(False, 1, 256)
+    batched = run(True, 8, 512)
+    chunked = run(True, 4, 13)
+    preempted = run(True, 5, 64, num_blocks=29, block_size=8)
     assert preempted["preemptions"] > 0
     for result in (alone, batched, chunked, preempted):
         check(folder, requests, result["answers"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,9 @@ class Stack:
         self.http = httpx.Client(base_url=self.url, timeout=30, trust_env=False)
 
     def script(self, submit: Submit) -> list[int]:
-        """`output` as tokens and an end token, repeated for requests that ignore it."""
+        """`output` as tokens and an end token."""
         ids = self.tokenizer.encode(self.output, False) if isinstance(self.output, str) else self.output
-        return [*ids, self.eos] * 40
+        return [*ids, self.eos]
 
     def engine_of(self, epoch: int, **ready: Any) -> FakeEngine:
         """Start the engine of an epoch."""
@@ -126,3 +127,10 @@ def metric(stack: Stack, name: str) -> float:
         if line.rpartition(" ")[0] == name:
             return float(line.rpartition(" ")[2])
     raise AssertionError(f"no metric {name}")
+
+
+def wait_metric(stack: Stack, name: str, wanted: Callable[[float], bool]) -> None:
+    """Read a metric until it is as wanted: what moves it is an event in another process, seen there alone."""
+    deadline = time.monotonic() + 20
+    while not wanted(metric(stack, name)):
+        assert time.monotonic() < deadline, f"{name} stayed at {metric(stack, name)}"

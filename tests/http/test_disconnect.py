@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import SequenceUpdate
-from tests.http.conftest import TEXT, Stack, metric
+from tests.http.conftest import TEXT, Stack, metric, wait_metric
 from tests.http.test_lifecycle import Background, MakeStack, read_pieces
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -34,8 +34,7 @@ def test_a_client_that_leaves_frees_its_sequences(stack: Stack, stream: bool, st
     if started:
         before = metric(stack, "ep_generated_tokens_total")
         stack.engine.step(2)
-        while metric(stack, "ep_generated_tokens_total") < before + 4:
-            pass
+        wait_metric(stack, "ep_generated_tokens_total", lambda value: value >= before + 4)
     sock.close()
     for submit in submits:
         stack.engine.aborted(submit.request_id)
@@ -50,8 +49,7 @@ def test_a_client_that_leaves_during_recovery_is_not_replayed(make_stack: MakeSt
     first.submits(2)
     first.stop("killed")
     gone.close()
-    while metric(stack, "ep_journal_sequences") != 1:
-        pass
+    wait_metric(stack, "ep_journal_sequences", lambda value: value == 1)
     second = stack.engine_of(2)
     assert stays.result().json()["choices"][0]["message"]["content"] == TEXT
     assert len(second.received) == 1
@@ -112,7 +110,6 @@ def test_a_slow_reader_is_cut_off(make_stack: MakeStack) -> None:
     stack.output = stack.tokenizer.encode(TEXT * 200, False)
     sock = open_request(stack, stream=True, logprobs=True, top_logprobs=20, ignore_eos=True, max_tokens=90_000)
     engine.aborted(engine.submits(1)[0].request_id, timeout=60)
-    while metric(stack, "ep_journal_sequences") != 0:
-        pass
+    wait_metric(stack, "ep_journal_sequences", lambda value: value == 0)
     sock.close()
     assert stack.chat(max_tokens=3).status_code == 200

@@ -7,7 +7,7 @@ import socket
 import openai
 import pytest
 
-from tests.http.conftest import Stack, metric
+from tests.http.conftest import Stack, metric, wait_metric
 from tests.http.test_errors import check_error
 from tests.http.test_lifecycle import MakeStack
 
@@ -79,8 +79,7 @@ def test_metrics_count(make_stack: MakeStack) -> None:
     assert stack.complete(stop="fox", max_tokens=20).status_code == 200
     assert stack.chat(temperature=9).status_code == 400
     engine.report(77, [77, 76])
-    while metric(stack, "ep_step") != 77:
-        pass
+    wait_metric(stack, "ep_step", lambda value: value == 77)
     expected = {
         'ep_requests_total{endpoint="/v1/chat/completions",outcome="ok"}': 2,
         'ep_requests_total{endpoint="/v1/chat/completions",outcome="400"}': 1,

@@ -96,7 +96,9 @@ class Ranks:
         self.world = world
         self.models = [load(path, rank, world) for rank in range(world)]
         self.states = [
-            StateRegistry(model.spec(), max_slots=max_slots, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device="cpu")
+            StateRegistry(
+                model.spec(), max_slots=max_slots, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device="cpu"
+            )
             for model in self.models
         ]
         self.group = Lockstep(world)

@@ -1,7 +1,7 @@
 """Small random checkpoints of every family, written by transformers, and transformers' logits for them.
 
-`VARIANTS` names the shapes of each family: odd head counts, ten experts, every kind of rotary scaling, both expert layouts, tied and
-untied. All are float32 with a vocabulary of 131, and give the same weights on every call.
+`VARIANTS` names the shapes of each family: odd head counts, ten experts, every kind of rotary scaling, both expert layouts, tied
+and untied. All are float32 with a vocabulary of 131, and give the same weights on every call.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _ODD_HEADS = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads"
 _GROUPED = {"hidden_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
 _HYBRID = {
     "num_hidden_layers": 4,
+    # A small epsilon would let the norm of the recurrence's smallest outputs blow up their rounding errors.
+    "rms_norm_eps": 1e-3,
     "hidden_size": 40,
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
@@ -173,6 +175,35 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
 
 
+def clear_prompt(path: Path, length: int, seed: int = 0) -> list[int]:
+    """A random prompt in which no row is nearly undecided between experts, so that rounding decides nothing."""
+    attempts = (prompt(length, seed + 100 * attempt) for attempt in range(50))
+    return next(tokens for tokens in attempts if routing_margin(path, tokens) > CLEAR_MARGIN)
+
+
+CLEAR_MARGIN = 1e-4
+
+
+def routing_margin(path: Path, ids: list[int]) -> float:
+    """The smallest gap, over rows and layers, between the router logits of the last expert chosen and the first one not chosen."""
+    model = _reference(path)
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    margins = [float("inf")]
+
+    def record(router: nn.Module, inputs: object, output: tuple[torch.Tensor, ...]) -> None:
+        ordered = output[0].sort(-1, descending=True).values
+        if router.top_k < ordered.shape[-1]:
+            margins.append(float((ordered[:, router.top_k - 1] - ordered[:, router.top_k]).min()))
+
+    hooks = [router.register_forward_hook(record) for router in routers]
+    try:
+        hf_logits(path, ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return min(margins)
+
+
 def _build(family: str, variant: str) -> nn.Module:
     config_class, model_class = _CLASSES[family]
     settings = {**_BASE, **VARIANTS[family][variant]}
@@ -204,6 +235,6 @@ def _randomise(model: nn.Module, seed: int) -> None:
             neutral = parameter.mean() if "norm" in name else 0.0
             parameter.copy_(neutral + 0.2 * noise)
         elif "conv1d" in name:
-            parameter.copy_(noise * 0.5)
+            parameter.copy_(noise * 2.0)
         else:
             parameter.copy_(noise * parameter.shape[-1] ** -0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,12 @@ from ep_runtime.config import Facts, RuntimeConfig, resolve
 from ep_runtime.engine.broadcast import Broadcaster
 from ep_runtime.engine.comm import open_store
 from ep_runtime.engine.epoch import EpochPlace, RankEpoch, open_head, open_worker
+from ep_runtime.engine.executor import Executor
 from ep_runtime.engine.head import Head
 from ep_runtime.engine.port import LocalPort
 from ep_runtime.engine.rank import RankModel, load_rank
 from ep_runtime.engine.sampler import Sampler
 from ep_runtime.engine.setup import scheduler_limits, warm_buckets
-from ep_runtime.engine.worker import Worker
 from ep_runtime.scheduler.scheduler import Scheduler
 from model.parallel import Parallel
 from protocol.listener import Listener
@@ -146,26 +146,31 @@ class Driver:
 
 @contextmanager
 def head_of(
-    ctx: RankContext, folder: str, *, lookahead: bool = False, digest_interval: int = 3, **settings: Any
+    ctx: RankContext,
+    folder: str,
+    *,
+    lookahead: bool = False,
+    digest_interval: int = 3,
+    arrange: Callable[[Executor], None] = lambda executor: None,
+    **settings: Any,
 ) -> Iterator[Driver | None]:
-    """On rank 0 a Driver whose epoch ends with the block; on the other ranks None, after their loop has ended."""
+    """On rank 0 a Driver whose epoch ends with the block; on the other ranks None, after their loop has ended.
+
+    `arrange` sees every rank's executor before its first command, to break something in it.
+    """
     rank = load(ctx, folder, **settings)
     with meeting(ctx) as (place, listener):
         if ctx.rank != 0:
             epoch, worker, link = open_worker(rank, place, lambda: False)
-            _serve(epoch, worker)
-            link.close()
+            arrange(epoch.executor)
+            with closing(epoch), closing(link):
+                worker.run(epoch.slots)
+                assert all(state is None for state in epoch.slots), "a slot is still held after shutdown"
             yield None
             return
         epoch, broadcaster, links = open_head(rank, place, listener, lambda: False)
-        driver = Driver(rank, epoch, broadcaster, lookahead=lookahead, digest_interval=digest_interval)
-        yield driver
-        driver.shutdown()
-        links.close()
-        epoch.close()
-
-
-def _serve(epoch: RankEpoch, worker: Worker) -> None:
-    worker.run(epoch.slots)
-    assert all(state is None for state in epoch.slots), "a slot is still held after shutdown"
-    epoch.close()
+        arrange(epoch.executor)
+        with closing(epoch), closing(links):
+            driver = Driver(rank, epoch, broadcaster, lookahead=lookahead, digest_interval=digest_interval)
+            yield driver
+            driver.shutdown()

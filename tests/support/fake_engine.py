@@ -37,7 +37,7 @@ Script = Callable[[Submit], list[int]]
 
 @dataclass
 class Running:
-    """A submitted sequence; `script` are its tokens, the replayed ones included."""
+    """A submitted sequence; `script` are its tokens, the replayed ones included, over and over."""
 
     submit: Submit
     script: list[int]
@@ -54,7 +54,9 @@ def fake_logprobs(token: int, alternatives: int) -> TokenLogprobs:
 class FakeEngine:
     """The engine of one epoch. `script(submit)` gives the whole output, an end token included if it ends by itself."""
 
-    def __init__(self, runtime_dir: Path, epoch: int, script: Script, *, eos: int, vocab_size: int, **ready: Any) -> None:
+    def __init__(
+        self, runtime_dir: Path, epoch: int, script: Script, *, eos: int, vocab_size: int, held: bool = False, **ready: Any
+    ) -> None:
         self.epoch = epoch
         self._script = script
         self._eos = eos
@@ -82,7 +84,7 @@ class FakeEngine:
         self.received: list[ToEngine] = []
         self._refusal: SequenceUpdate | None = None
         self._running: dict[str, Running] = {}
-        self._credits: int | None = None
+        self._credits: int | None = 0 if held else None
         self._steps = 0
         self._thread = threading.Thread(target=self._run, name=f"fake-engine-{epoch}", daemon=True)
 
@@ -252,7 +254,7 @@ class FakeEngine:
 
     def _advance(self, sequence: Running) -> SequenceUpdate:
         submit, sampling = sequence.submit, sequence.submit.sampling
-        token = sequence.script[sequence.generated]
+        token = sequence.script[sequence.generated % len(sequence.script)]
         if sampling.grammar:
             token = self._allowed(token, sequence.masks.pop(sequence.generated))
         first = sequence.generated == len(submit.generated)

@@ -16,6 +16,17 @@ ROOT = Path(__file__).resolve().parents[2]
 LISTENING = re.compile(r"listening on (http://127\.0\.0\.1:\d+)")
 
 
+def frontend_command(config: Path) -> list[str]:
+    """How a supervisor starts the frontend."""
+    return [sys.executable, "-P", "-W", "error", "-m", "ep_runtime.frontend.main", "--config-json", str(config)]
+
+
+def frontend_environment() -> dict[str, str]:
+    """The source tree need not be installed, and -P keeps the working directory off sys.path."""
+    search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": search}
+
+
 class FrontendProcess:
     """`python -P -m ep_runtime.frontend.main` with a config file; `url` is known when the constructor returns."""
 
@@ -23,14 +34,8 @@ class FrontendProcess:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "frontend.json"
         path.write_text(json.dumps({"port": 0, "runtime_dir": str(folder), **config}))
-        # The source tree need not be installed, and -P keeps the working directory off sys.path.
-        search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "error", "-m", "ep_runtime.frontend.main", "--config-json", str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": search},
+            frontend_command(path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=frontend_environment()
         )
         self._seen = threading.Condition()
         self._lines: dict[str, list[str]] = {"out": [], "err": []}

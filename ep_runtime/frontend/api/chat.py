@@ -25,7 +25,7 @@ from protocol.messages import SamplingParams, Submit
 
 router = APIRouter(tags=["generation"], route_class=StrictRoute)
 
-STREAM_CONTENT: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+STREAM_CONTENT: dict[str, Any] = {"content": {"text/event-stream": {}}}
 
 
 @router.post(

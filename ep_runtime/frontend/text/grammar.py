@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ JSON_OPTIONS: dict[str, Any] = {
     # The generators of schemas write oneOf for unions; which of several alternatives holds is not counted.
     "coerce_one_of": True,
 }
+
+
+_LARK = {"\\d": "[0-9]", "\\D": "[^0-9]", "/": "\\/", "\n": "\\n", "\r": "\\r"}
+"""What reads otherwise between the slashes of a Lark pattern, or would match the digits of every script."""
 
 
 class Grammar:
@@ -112,11 +117,10 @@ class GrammarFactory:
         return self._rule(f"%json {self._schema(schema)}")
 
     def regex(self, pattern: str) -> Grammar:
-        """Text that matches `pattern` from start to end (Rust's regex syntax, without look-around and back-references)."""
+        """Text that matches `pattern` from start to end (Rust's syntax: no look-around, no back-references); `\\d` is 0 to 9."""
         if len(pattern) > MAX_PATTERN_CHARS:
             raise GrammarError(f"the pattern has {len(pattern)} characters; the limit is {MAX_PATTERN_CHARS}")
-        escaped = llguidance.regex_to_lark(pattern).replace("\n", "\\n")
-        return self._rule(f"/{escaped}/")
+        return self._rule(f"/{_lark_pattern(pattern)}/")
 
     def tool_calls(
         self,
@@ -161,3 +165,8 @@ class GrammarFactory:
         if matcher.is_error():
             raise GrammarError(matcher.get_error().strip() or "the grammar is not supported")
         return Grammar(matcher, self._vocab_size, self._eos)
+
+
+def _lark_pattern(pattern: str) -> str:
+    """`pattern` as it stands between the slashes of a Lark pattern."""
+    return "".join([_LARK.get(piece, piece) for piece in re.findall(r"(?s)\\.|.", pattern)])

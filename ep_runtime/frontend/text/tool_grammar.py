@@ -13,6 +13,9 @@ from ep_runtime.frontend.text.tokenizer import Tokenizer
 MAX_CALLS = 16
 """Calls in one output."""
 
+# Lazy: the first end tag ends the text, so that the text never holds one.
+_BARE_TEXT = r"bare_text[lazy]: /(?s:.*)\n<\/parameter>/"
+
 Schema = dict[str, Any]
 
 
@@ -35,7 +38,10 @@ def tool_calls_rule(
     schema_text: Callable[[Schema | bool], str],
     parallel: bool,
 ) -> str:
-    """The rule's right-hand side. Raises GrammarError for a choice that names no tool, or a parser without a syntax for calls."""
+    """The start rule's right-hand side, and further rules on lines of their own.
+
+    Raises GrammarError for a choice that names no tool, or a parser without a syntax for calls.
+    """
     chosen, several = _chosen(tools, choice)
     more = several and parallel
     opening, closing = literal("<tool_call>", tokenizer), literal("</tool_call>", tokenizer)
@@ -47,7 +53,7 @@ def tool_calls_rule(
         case "qwen3_xml":
             bodies = [_xml_call(name, schema, schema_text) for name, schema in chosen]
             call = f'({opening} "\\n" ({" | ".join(bodies)}) "\\n" {closing})'
-            return _repeated(call, quoted("\n"), more)
+            return f"{_repeated(call, quoted(chr(10)), more)}\n{_BARE_TEXT}"
         case "mistral":
             call = f"({' | '.join(_json_call(name, schema, schema_text) for name, schema in chosen)})"
             return f'{literal("[TOOL_CALLS]", tokenizer)} " "? "[" {_repeated(call, quoted(", "), more)} "]"'
@@ -59,11 +65,12 @@ def _chosen(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any])
     try:
         known = [tool_schema(tool) for tool in tools]
         wanted = choice if isinstance(choice, str) else tool_schema(choice)[0]
+        any_tool = isinstance(choice, str) and choice in ("required", "any")
     except ValueError as error:
         raise GrammarError(str(error)) from error
     if not known:
         raise GrammarError("there are no tools to call")
-    if wanted in ("required", "any"):
+    if any_tool:
         return known, True
     found = [(name, schema) for name, schema in known if name == wanted]
     if not found:
@@ -109,7 +116,7 @@ def _xml_value(value: Any, root: Schema, schema_text: Callable[[Schema | bool], 
     options = [value["const"]] if "const" in value else value.get("enum")
     if options is not None and all(isinstance(option, str) for option in options):
         return f"({' | '.join(quoted(option) for option in options)}) {end}"
-    return r"/(?s:.*)\n<\/parameter>/"
+    return "bare_text"
 
 
 def _object(name: str, schema: Schema) -> Schema:

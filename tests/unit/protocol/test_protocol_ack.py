@@ -197,9 +197,7 @@ JUDGED = {
     "one rank alone failed": (acks((FAILED, VALUE, 2, 0)), CommandFailed(VALUE, "m0")),
     "digests differ": (
         acks((OK, NONE, 0, 8), (OK, NONE, 0, 9), (OK, NONE, 0, 8)),
-        LinkLost(
-            EpDiverged, "ranks differ in digests of step 5: 0x0000000000000008 on ranks 0, 2; 0x0000000000000009 on rank 1"
-        ),
+        LinkLost(EpDiverged, "ranks differ in digests of step 5: 0x0000000000000008 on ranks 0, 2; 0x0000000000000009 on rank 1"),
     ),
     "collectives differ": (
         acks((OK, NONE, 4, 0), (OK, NONE, 3, 0)),

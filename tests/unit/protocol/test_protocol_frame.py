@@ -32,7 +32,7 @@ from protocol.commands import (
 )
 from protocol.errors import EpCommandFailed, EpFrameCorrupt, EpOutOfOrder
 from protocol.frame import decode, encode, expect
-from protocol.preamble import MAX_BODY, MAX_TOKENS, Preamble, pack, preamble_size, unpack
+from protocol.preamble import MAX_BODY, MAX_TOKENS, RECORD_ROUTING, Preamble, pack, preamble_size, unpack
 
 COUNT = 2**31 - 1
 
@@ -136,9 +136,7 @@ blocks = st.lists(counts, max_size=4)
 @st.composite
 def spans(draw, slot, one_row=False, fed=None):
     length = 1 if one_row else draw(st.integers(1, 9))
-    wanted = draw(
-        st.sampled_from(Wanted) | st.lists(st.integers(0, length - 1), unique=True, max_size=length).map(sorted)
-    )
+    wanted = draw(st.sampled_from(Wanted) | st.lists(st.integers(0, length - 1), unique=True, max_size=length).map(sorted))
     has_last = wanted in (Wanted.LAST, Wanted.ALL) or (isinstance(wanted, list) and length - 1 in wanted)
     return Span(
         slot=slot,
@@ -257,7 +255,8 @@ MALFORMED = {
     "magic": (raw(18, b"\x80", magic=b"EPRX"), "magic"),
     "version 1 on a link of 2": (raw(18, b"\x80", version=1), "version is 1"),
     "version 3": (raw(18, b"\x80", version=3), "version is 3"),
-    "flags": (raw(18, b"\x80", flags=2), "flags"),
+    "an undefined flag": (raw(3, spans_body(ROW), flags=2), "flags is 0x2, only 0x1 is defined"),
+    "a forward's flag on another command": (raw(18, b"\x80", flags=1), "flags is 0x1, PING has none"),
     "code 0": (raw(0, b"\x80"), "cmd is 0, unknown"),
     "code 20": (raw(20, b"\x80"), "cmd is 20, unknown"),
     "code 65535": (raw(65535, b"\x80"), "unknown"),
@@ -312,6 +311,14 @@ def test_malformed_is_refused_by_name(data, named):
 def test_reserved_code_is_refused_by_name(cmd):
     with pytest.raises(EpFrameCorrupt, match=f"cmd is {int(cmd)}, reserved for {cmd.name}"):
         decode(raw(cmd, b"\x80"))
+
+
+def test_the_routing_flag_travels_with_a_forward():
+    command = Decode(spans=[span(4, 2, 1, True)])
+    assert decode(encode(command, BATCH, flags=RECORD_ROUTING)).preamble.flags == 1
+    for flags, refused in [(2, command), (1, Ping())]:
+        with pytest.raises(EpCommandFailed, match="flags"):
+            encode(refused, BATCH, flags=flags)
 
 
 def test_a_forward_of_one_span_may_name_its_slot():

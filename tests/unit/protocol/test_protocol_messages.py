@@ -158,12 +158,21 @@ def test_a_length_past_the_limit_is_refused_before_its_bytes_come():
         MessageStream(ToCoordinator, limit=1000).feed(struct.pack("<II", 1001, 0))
 
 
-def pair(left=ToCoordinator, right=ToSupervisor, **options):
-    a, b = socket.socketpair()
-    return MessageSocket(a, left, **options), MessageSocket(b, right, **options)
+@pytest.fixture
+def pair():
+    opened = []
+
+    def make(left=ToCoordinator, right=ToSupervisor, **options):
+        ends = [MessageSocket(end, table, **options) for end, table in zip(socket.socketpair(), (left, right), strict=True)]
+        opened.extend(ends)
+        return ends
+
+    yield make
+    for end in opened:
+        end.close()
 
 
-def test_socket_delivers_in_order_and_ends_with_peer_gone():
+def test_socket_delivers_in_order_and_ends_with_peer_gone(pair):
     left, right = pair()
     for message in BATCH:
         right.send(message, 5)
@@ -176,28 +185,23 @@ def test_socket_delivers_in_order_and_ends_with_peer_gone():
         left.recv(5)
     with pytest.raises(EpPeerGone):
         left.send(BATCH[2], 5)
-    left.close()
 
 
-def test_socket_deadline_and_closed_flag():
-    left, right = pair()
+def test_socket_deadline_and_closed_flag(pair):
+    left, _ = pair()
     with pytest.raises(EpDeadline, match="a message of peer"):
         left.recv(0.01)
     assert left.ready() == []
-    left.close()
-    right.close()
-    left, right = pair(closed=lambda: True)
+    left, _ = pair(closed=lambda: True)
     with pytest.raises(EpEpochClosed):
         left.recv(5)
-    left.close()
-    right.close()
 
 
 def submit(size):
     return Submit(request_id="r", group="g", prompt=[2**31 - 1] * size, sampling=SamplingParams(seed=1, max_tokens=2))
 
 
-def test_two_peers_who_send_large_messages_at_once_do_not_wait_for_each_other():
+def test_two_peers_who_send_large_messages_at_once_do_not_wait_for_each_other(pair):
     left, right = pair(ToEngine, ToEngine)
     big = submit(400_000)
     thread = threading.Thread(target=right.send, args=(big, 20))
@@ -207,16 +211,12 @@ def test_two_peers_who_send_large_messages_at_once_do_not_wait_for_each_other():
     thread.join(20)
     assert not thread.is_alive()
     assert right.recv(5) == big
-    left.close()
-    right.close()
 
 
-def test_a_peer_who_never_reads_ends_a_send_by_deadline_and_one_who_leaves_by_peer_gone():
+def test_a_peer_who_never_reads_ends_a_send_by_deadline_and_one_who_leaves_by_peer_gone(pair):
     left, right = pair(ToEngine, ToEngine)
     with pytest.raises(EpDeadline, match="to read"):
         left.send(submit(400_000), 0.05)
-    left.close()
-    right.close()
     left, right = pair(ToEngine, ToEngine)
     thread = threading.Timer(0.05, right.close)
     thread.start()
@@ -225,15 +225,16 @@ def test_a_peer_who_never_reads_ends_a_send_by_deadline_and_one_who_leaves_by_pe
         left.send(submit(400_000), 20)
     assert time.monotonic() - started < 10
     thread.join()
-    left.close()
 
 
 def test_a_corrupt_message_is_refused_by_the_socket():
     a, b = socket.socketpair()
     left = MessageSocket(a, ToEngine)
     b.sendall(pack_blob(b"\x92\x01\xc0"))
-    with pytest.raises(EpFrameCorrupt):
-        left.recv(5)
-    left.close()
-    b.close()
+    try:
+        with pytest.raises(EpFrameCorrupt):
+            left.recv(5)
+    finally:
+        left.close()
+        b.close()
     assert decode(ToEngine, encode(Abort(request_ids=["a"]))) == Abort(request_ids=["a"])

@@ -227,6 +227,37 @@ def test_a_request_that_fails_its_batches_is_run_alone_and_only_it_ends_with_the
     assert fatal[-1].owners == ("evil",)
 
 
+def test_suspects_that_get_a_token_alone_share_batches_again():
+    driver = Driver(limits(), depth=1)
+    for name in ("a", "b"):
+        driver.submit(request(name, PROMPT, 12))
+    for _ in range(2):
+        plan = driver.plan()
+        assert plan.owners == ("a", "b")
+        driver.scheduler.launched(plan)
+        driver.take(driver.scheduler.fail(plan, "no memory for this batch"))
+    driver.run()
+    owners = [plan.owners for plan in driver.plans]
+    assert owners.index(("a",)) < owners.index(("a", "b"))
+    assert owners.index(("b",)) < owners.index(("a", "b"))
+    driver.check_answers()
+
+
+def test_a_prompt_that_is_still_computed_is_preempted_before_an_earlier_sequence():
+    driver = Driver(limits(block_size=2, num_blocks=20, max_batch_tokens=4), depth=1)
+    for name in ("a", "b"):
+        driver.submit(request(name, [1], 14))
+    driver.step()
+    driver.submit(request("long", [3] * 24, 2))
+    while driver.scheduler.stats().preemptions == 0:
+        driver.step()
+    assert driver.scheduler.stats().running == 2
+    driver.run()
+    allocs = [alloc.request_id for plan in driver.plans for alloc in plan.allocs]
+    assert allocs == ["a", "b", "long", "long"]
+    driver.check_answers()
+
+
 def test_results_of_steps_after_a_failed_one_are_void_for_its_sequences():
     driver = Driver(limits(), depth=2)
     for name in ("a", "b"):

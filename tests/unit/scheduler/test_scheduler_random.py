@@ -99,7 +99,7 @@ def drive(seed: int, *, requests: int, aborts: float, discards: float, evil: flo
     return driver
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), aborts=st.sampled_from([0.0, 0.05, 0.4]), discards=st.sampled_from([0.0, 0.1, 0.6]))
 def test_any_mix_ends_with_right_answers_and_no_leak(seed, aborts, discards):
     drive(seed, requests=10, aborts=aborts, discards=discards, evil=0.0)

@@ -152,7 +152,7 @@ def test_deadlines_name_who_did_not_move_and_where_it_was_seen():
         state.handle(Joined(rank))
     state.handle(Received(1, Progress(rank=1, epoch=1, step=7, phase="warm-up")))
     state.handle(Received(0, Loaded(rank=0)))
-    text = "failed: load: nothing from rank 1; rank 1 was last seen in step 7, warm-up after 3600 s"
+    text = "failed: load: nothing from rank 1 after 3600 s (rank 1 was last seen in step 7, warm-up)"
     assert state.handle(DeadlinePassed())[0] == Announce(text)
 
 

@@ -34,13 +34,13 @@ def reference(stops: list[str], text: str, include: bool) -> tuple[str, str | No
     cuts=st.lists(st.integers(0, 30), max_size=10),
     include=st.booleans(),
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_result_is_the_definition_however_the_stream_is_cut(stops: list[str], text: str, cuts: list[int], include: bool) -> None:
     assert run(stops, samples.pieces_of(text, cuts), include) == reference(stops, text, include)
 
 
 @given(stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3), text=st.text("abc", max_size=30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_holds_back_only_what_may_become_a_stop(stops: list[str], text: str) -> None:
     matcher, emitted = StopMatcher(stops), ""
     for count, char in enumerate(text, 1):

@@ -40,8 +40,10 @@ CHATML = """\
 {%- set ns = namespace(last_query=messages|length - 1, searching=true) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.searching and message.role == 'user' and message.content is string and not message.content.startswith('<tool_response>') %}
-        {%- set ns.searching = false %}{%- set ns.last_query = index %}
+    {%- if ns.searching and message.role == 'user' and message.content is string %}
+        {%- if not message.content.startswith('<tool_response>') %}
+            {%- set ns.searching = false %}{%- set ns.last_query = index %}
+        {%- endif %}
     {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
@@ -57,7 +59,9 @@ CHATML = """\
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
         {{- '<|im_start|>assistant\\n' }}
-        {%- if loop.index0 > ns.last_query and thought %}{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{%- endif %}
+        {%- if loop.index0 > ns.last_query and thought %}
+            {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
+        {%- endif %}
         {%- generation %}{{- content }}{%- endgeneration %}
         {%- for call in message.tool_calls or [] %}
             {%- if (loop.first and content) or not loop.first %}{{- '\\n' }}{%- endif %}
@@ -110,7 +114,8 @@ XML_MACRO = """\
     {%- for call in message.tool_calls or [] %}
         {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
         {%- for name, value in call.function.arguments | items %}
-            {%- set value = value | tojson | safe if value is mapping or value is sequence and value is not string else value | string %}
+            {%- set plain = value is not mapping and (value is string or value is not sequence) %}
+            {%- set value = value | string if plain else value | tojson | safe %}
             {{- '<parameter=' + name + '>\\n' + value + '\\n</parameter>\\n' }}
         {%- endfor %}
         {{- '</function>\\n</tool_call>' }}
@@ -151,7 +156,11 @@ CALLS: list[dict[str, Any]] = [
         "content": "I look.",
         "reasoning_content": "need a tool",
         "tool_calls": [
-            {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Zürich <x>", "days": 2}}},
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": {"city": "Zürich <x>", "days": 2}},
+            },
             {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": {}}},
         ],
     },

@@ -1,0 +1,154 @@
+"""Grouping of (row, choice) pairs by the expert that runs them, on the device, so that nothing waits for counts.
+
+Shape letters: T rows, k choices a row, P = T k pairs (pair p is choice `p % k` of row `p // k`), E experts held here, M rows of a
+block. An expert with c pairs has `ceil(c / M)` blocks; experts without pairs have none. The int32 buffer `meta` holds, in this order:
+
+| words | what |
+|---|---|
+| 1 | number of blocks |
+| E | pairs of each expert |
+| E | where each expert's pairs start in `pairs` |
+| B, B, B | each block's expert, first place in `pairs`, and rows (1 to M), for at most B blocks |
+| P | pairs, those of one expert next to each other, in no fixed order |
+| P | each pair's place among its expert's pairs |
+
+The order of one expert's pairs may differ from run to run. No result depends on it: a pair's product does not depend on the rows
+beside it, and sums over a row's choices are taken in the order of choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+SINGLE_PAIRS = 4096
+"""Up to this many pairs one program groups them; more are counted and placed by two kernels of many programs."""
+
+CHUNK = 1024
+"""Pairs of one program of those two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Pairs grouped on the device. `most_blocks` is a bound from shapes alone: the grid of kernels that run over blocks."""
+
+    meta: torch.Tensor
+    held: int
+    pairs: int
+    block_rows: int
+    most_blocks: int
+
+
+def most_blocks(pairs: int, held: int, block_rows: int) -> int:
+    """The most blocks that `pairs` pairs over `held` experts can make."""
+    return min(pairs, held + pairs // block_rows)
+
+
+def empty_groups(pairs: int, held: int, block_rows: int, device: torch.device) -> Groups:
+    """Groups whose buffer a kernel has yet to fill."""
+    blocks = most_blocks(pairs, held, block_rows)
+    meta = torch.empty(1 + 2 * held + 3 * blocks + 2 * pairs, dtype=torch.int32, device=device)
+    return Groups(meta, held, pairs, block_rows, blocks)
+
+
+def group_pairs(experts: torch.Tensor, local: torch.Tensor, held: int, block_rows: int) -> Groups:
+    """Group the pairs of `experts [T, k]`; `local [num_experts]`: an expert's index here, or -1 (its pairs are left out)."""
+    pairs = experts.numel()
+    groups = empty_groups(pairs, held, block_rows, experts.device)
+    wide = {"HELD_POW2": triton.next_power_of_2(held), "BLOCK_ROWS": block_rows}
+    if pairs <= SINGLE_PAIRS:
+        size = max(16, triton.next_power_of_2(pairs))
+        warps = min(16, max(4, size // 128))
+        _group_kernel[(1,)](experts, local, groups.meta, pairs, held, groups.most_blocks, SIZE=size, **wide, num_warps=warps)
+        return groups
+    groups.meta[1 : 1 + held].zero_()
+    grid = (triton.cdiv(pairs, CHUNK),)
+    _count_kernel[grid](experts, local, groups.meta, pairs, held, groups.most_blocks, SIZE=CHUNK, num_warps=8)
+    _place_kernel[grid](experts, local, groups.meta, pairs, held, groups.most_blocks, SIZE=CHUNK, **wide, num_warps=8)
+    return groups
+
+
+@triton.jit
+def group_in_program(
+    experts, local, meta, pairs, held, most_blocks, SIZE: tl.constexpr, HELD_POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
+    """Group all pairs (at most SIZE) in one program; `experts` may have been written by it before its last barrier."""
+    held_at = tl.arange(0, HELD_POW2)
+    tl.store(meta + 1 + held_at, tl.zeros([HELD_POW2], tl.int32), mask=held_at < held)
+    tl.debug_barrier()
+    pair = tl.arange(0, SIZE)
+    expert, rank = _count(experts, local, meta, pair, pairs)
+    tl.debug_barrier()
+    _place(meta, pair, expert, rank, held, most_blocks, True, HELD_POW2, BLOCK_ROWS)
+
+
+@triton.jit
+def block_of(meta, block, held, most_blocks):
+    """The block's expert, its first place, its rows, and where the list of pairs begins."""
+    blocks = meta + 1 + 2 * held
+    expert = tl.load(blocks + block)
+    start = tl.load(blocks + most_blocks + block)
+    rows = tl.load(blocks + 2 * most_blocks + block)
+    return expert.to(tl.int64), start, rows, blocks + 3 * most_blocks
+
+
+@triton.jit
+def _count(experts, local, meta, pair, pairs):
+    chosen = tl.load(experts + pair, mask=pair < pairs, other=0)
+    expert = tl.load(local + chosen, mask=pair < pairs, other=-1).to(tl.int32)
+    rank = tl.atomic_add(meta + 1 + expert, 1, mask=expert >= 0, sem="relaxed")
+    return expert, rank
+
+
+@triton.jit
+def _place(meta, pair, expert, rank, held, most_blocks, writes_blocks, HELD_POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Store blocks and places. Loads go past L1, which atomics of this kernel do not pass through."""
+    held_at = tl.arange(0, HELD_POW2)
+    live = held_at < held
+    counts = tl.load(meta + 1 + held_at, mask=live, other=0, cache_modifier=".cg")
+    starts = tl.cumsum(counts, 0) - counts
+    number = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
+    first = tl.cumsum(number, 0) - number
+    # Programs that share a buffer store the same starts.
+    tl.store(meta + 1 + held + held_at, starts, mask=live)
+    blocks = meta + 1 + 2 * held
+    if writes_blocks:
+        tl.store(meta, tl.sum(number, 0))
+        for turn in range(tl.max(number, 0)):
+            has = turn < number
+            tl.store(blocks + first + turn, held_at, mask=has)
+            tl.store(blocks + most_blocks + first + turn, starts + turn * BLOCK_ROWS, mask=has)
+            tl.store(blocks + 2 * most_blocks + first + turn, tl.minimum(counts - turn * BLOCK_ROWS, BLOCK_ROWS), mask=has)
+    tl.debug_barrier()
+    start = tl.load(meta + 1 + held + expert, mask=expert >= 0, other=0, cache_modifier=".cg")
+    tl.store(blocks + 3 * most_blocks + start + rank, pair, mask=expert >= 0)
+
+
+@triton.jit(do_not_specialize=["pairs", "held", "most_blocks"])
+def _group_kernel(
+    experts, local, meta, pairs, held, most_blocks, SIZE: tl.constexpr, HELD_POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
+    group_in_program(experts, local, meta, pairs, held, most_blocks, SIZE, HELD_POW2, BLOCK_ROWS)
+
+
+@triton.jit(do_not_specialize=["pairs", "held", "most_blocks"])
+def _count_kernel(experts, local, meta, pairs, held, most_blocks, SIZE: tl.constexpr):
+    pair = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    expert, rank = _count(experts, local, meta, pair, pairs)
+    ranks = meta + 1 + 2 * held + 3 * most_blocks + pairs
+    tl.store(ranks + pair, rank, mask=expert >= 0)
+
+
+@triton.jit(do_not_specialize=["pairs", "held", "most_blocks"])
+def _place_kernel(
+    experts, local, meta, pairs, held, most_blocks, SIZE: tl.constexpr, HELD_POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
+    pair = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    chosen = tl.load(experts + pair, mask=pair < pairs, other=0)
+    expert = tl.load(local + chosen, mask=pair < pairs, other=-1).to(tl.int32)
+    ranks = meta + 1 + 2 * held + 3 * most_blocks + pairs
+    rank = tl.load(ranks + pair, mask=expert >= 0, other=0)
+    _place(meta, pair, expert, rank, held, most_blocks, tl.program_id(0) == 0, HELD_POW2, BLOCK_ROWS)

@@ -1,0 +1,19 @@
+"""Small checkpoints, each written once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+
+Checkpoint = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """(family, variant) -> folder."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return lambda family, variant: make_checkpoint(family, variant, root / f"{family}-{variant}")
