@@ -1,8 +1,11 @@
 """Experts over blocks of grouped pairs: gate and up with the activation, down, and the sum over a row's choices.
 
-Shape letters as in `kernels.experts` and `kernels.grouping`. A grid covers the most blocks that its shape can make; programs past the
-blocks that exist end at once. Products accumulate in float32.
+Shape letters as in `kernels.experts` and `kernels.grouping`. A grid covers the most blocks that its shape can make; programs past
+the blocks that exist end at once. Products accumulate in float32.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Parameters of kernels are pointers and scalars of the device, which have no Python type.
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ COMBINE_COLUMNS = 1024
 
 
 def gate_up_grouped(x: torch.Tensor, gate_up: torch.Tensor, groups: Groups, top_k: int, tile: Tile, *, pdl: bool) -> torch.Tensor:
-    """Units `silu(gate x) * (up x)` `[P, I]` in x's dtype, in the order of `groups`; rows past the pairs held here are unwritten."""
+    """Units `silu(gate x) * (up x)` `[P, I]` in x's dtype, in the order of `groups`; rows past its pairs are unwritten."""
     hidden, units = x.shape[1], gate_up.shape[1] // 2
     out = torch.empty(groups.pairs, units, dtype=x.dtype, device=x.device)
     _gate_up_kernel[(groups.most_blocks * triton.cdiv(units, tile.block_n),)](

@@ -1,8 +1,11 @@
 """Experts for one row, or a few: every (row, choice) pair reads its expert's weights itself; two launches, nothing is grouped.
 
-Shape letters as in `kernels.experts`. Products run on the ordinary arithmetic units, weights stream through registers. Where two rows
-chose one expert, its weights are read twice, the second time from the L2 cache: pairs are the fast dimension of the grid.
+Shape letters as in `kernels.experts`. Products run on the ordinary arithmetic units, weights stream through registers. Where two
+rows chose one expert, its weights are read twice, the second time from the L2 cache: pairs are the fast dimension of the grid.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Parameters of kernels are pointers and scalars of the device, which have no Python type.
 
 from __future__ import annotations
 

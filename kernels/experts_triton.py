@@ -28,8 +28,8 @@ def moe_experts(
     """This rank's partial sum `[T, H]`, in `out_dtype` (x's when None).
 
     x `[T, H]`; experts `[T, k]` int32 or int64; weights `[T, k]` float32; local `[num_experts]`: an expert's index here, or -1;
-    gate_up `[E, 2 I, H]` and down `[E, H, I]`, all contiguous. `config` is `default_config` of the shape when None; `groups`, of the
-    same pairs and with the config's block of rows, saves the launch that makes them. Raises ValueError for other layouts.
+    gate_up `[E, 2 I, H]` and down `[E, H, I]`, all contiguous. `config` is `default_config` of the shape when None; `groups`, of
+    the same pairs and with the config's block of rows, saves the launch that makes them. Raises ValueError for other layouts.
     """
     rows, top_k = experts.shape
     held = gate_up.shape[0]

@@ -1,7 +1,7 @@
 """Grouping of (row, choice) pairs by the expert that runs them, on the device, so that nothing waits for counts.
 
 Shape letters: T rows, k choices a row, P = T k pairs (pair p is choice `p % k` of row `p // k`), E experts held here, M rows of a
-block. An expert with c pairs has `ceil(c / M)` blocks; experts without pairs have none. The int32 buffer `meta` holds, in this order:
+block. An expert with c pairs has `ceil(c / M)` blocks; experts without pairs have none. The int32 buffer `meta` holds, in order:
 
 | words | what |
 |---|---|
@@ -15,6 +15,9 @@ block. An expert with c pairs has `ceil(c / M)` blocks; experts without pairs ha
 The order of one expert's pairs may differ from run to run. No result depends on it: a pair's product does not depend on the rows
 beside it, and sums over a row's choices are taken in the order of choices.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Parameters of kernels are pointers and scalars of the device, which have no Python type.
 
 from __future__ import annotations
 

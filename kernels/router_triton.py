@@ -1,7 +1,10 @@
 """Expert choice on the GPU: softmax and the k largest of each row in one kernel, for few rows with the router's product in it.
 
-Shape letters: T rows, H hidden, E experts of the model, k choices a row. Ties go to the lower expert. Every rank gets the same bits.
+Shape letters: T rows, H hidden, E experts of the model, k choices a row. Ties go to the lower expert. All ranks get the same bits.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Parameters of kernels are pointers and scalars of the device, which have no Python type.
 
 from __future__ import annotations
 
@@ -54,8 +57,8 @@ def route_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, Groups | None]:
     """`route_logits` of `x [T, H] @ router [E, H]^T`, for T up to FUSED_ROWS, in one kernel; logits are rounded to x's dtype.
 
-    `turn` [1] int32 is zero before and after: programs count themselves in it, and the last one chooses. Launches that share it must
-    not overlap. With `block_rows` the pairs are grouped, too, as by `group_pairs` with `local` and `held`.
+    `turn` [1] int32 is zero before and after: programs count themselves in it, and the last one chooses. Launches that share it
+    must not overlap. With `block_rows` the pairs are grouped, too, as by `group_pairs` with `local` and `held`.
     """
     rows, hidden = x.shape
     num_experts = router.shape[0]
@@ -110,8 +113,8 @@ def _choose(
 ):
     """Weights and experts `[ROWS, TOP_K_POW2]` of float32 logits `[ROWS, E padded]`; `expert` [E padded] counts from 0.
 
-    A key holds the logit's bits, in an order that integers share with floats, above the complement of the expert: all keys differ, so
-    even rows with NaN give k different experts that exist, and equal logits go to the lower one.
+    A key holds the logit's bits, in an order that integers share with floats, above the complement of the expert: all keys differ,
+    so even rows with NaN give k different experts that exist, and equal logits go to the lower one.
     """
     logits = tl.where(logits == 0, 0.0, logits)  # -0.0 ties with 0.0
     bits = logits.to(tl.int32, bitcast=True)

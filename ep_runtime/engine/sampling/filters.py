@@ -53,9 +53,9 @@ def candidates(scaled: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Te
     total = float(mass.sum(dtype=torch.float64))
     best = mass.topk(min(_USUAL_NUCLEUS, vocab)).values
     if float(best.sum(dtype=torch.float64)) > top_p * total * _CLEAR_OF_ROUNDING:
-        floor = float(best[-1])
+        least = float(best[-1])
     else:
         # Tokens under (1 - p) / V in probability sum to less than 1 - p, so the nucleus lies among the others.
-        floor = (1.0 - top_p) * total / vocab / _CLEAR_OF_ROUNDING
-    ids = ((mass >= floor) & (mass > 0.0)).nonzero()[:, 0]
+        least = (1.0 - top_p) * total / vocab / _CLEAR_OF_ROUNDING
+    ids = ((mass >= least) & (mass > 0.0)).nonzero()[:, 0]
     return ids, total - float(mass[ids].sum(dtype=torch.float64))

@@ -1,0 +1,75 @@
+"""Compilation of all candidates by several processes at once, into the compiler's cache, before anything is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ep_runtime.bench.experts_candidates import GROUPED, PAIRED
+from kernels.experts_config import Tile
+from kernels.experts_grouped import down_grouped, gate_up_grouped
+from kernels.experts_paired import down_paired, gate_up_paired
+from kernels.grouping import group_pairs
+
+HIDDEN = 2048
+
+
+def compile_share(share: tuple[int, int]) -> str:
+    """Run every `of`-th candidate from `at` once, on a tiny problem of the real widths. share: (at, of). Says what failed."""
+    at, of = share
+    failed = []
+    for label, job in _jobs()[at::of]:
+        try:
+            job()
+        except Exception as error:  # the timing run meets it again, and records it
+            failed.append(f"{label}: {repr(error)[:300]}")
+    torch.cuda.synchronize()
+    return "\n".join(failed)
+
+
+def _jobs() -> list[tuple[str, Callable[[], object]]]:
+    jobs: list[tuple[str, Callable[[], object]]] = []
+    for units, top_k in ((768, 8), (512, 8), (512, 10)):
+        for pdl in (False, True):
+            for kind, tiles in PAIRED.items():
+                for tile in tiles:
+                    jobs.append((f"paired {kind} {tile}", partial(_paired, kind, tile, units, top_k, pdl)))
+    for block_m, kinds in GROUPED.items():
+        for kind, tiles in kinds.items():
+            for tile in tiles:
+                for units in (768, 512) if 768 % tile.block_k or 512 % tile.block_k else (768,):
+                    jobs.append((f"grouped {kind} {tile}", partial(_grouped, kind, tile, block_m, units)))
+    return jobs
+
+
+def _weights(kind: str, units: int) -> torch.Tensor:
+    shape = (2, 2 * units, HIDDEN) if kind == "gate_up" else (2, HIDDEN, units)
+    return torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def _choices(top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    experts = torch.zeros(2, top_k, dtype=torch.int32, device="cuda")
+    return experts, torch.ones(2, top_k, device="cuda"), torch.arange(2, device="cuda")
+
+
+def _paired(kind: str, tile: Tile, units: int, top_k: int, pdl: bool) -> None:
+    experts, weights, local = _choices(top_k)
+    x = torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    if kind == "gate_up":
+        gate_up_paired(x, experts, local, _weights(kind, units), tile, pdl=pdl)
+    else:
+        active = torch.zeros(2 * top_k, units, device="cuda")
+        down_paired(active, experts, weights, local, _weights(kind, units), torch.empty_like(x), tile, pdl=pdl)
+
+
+def _grouped(kind: str, tile: Tile, block_m: int, units: int) -> None:
+    experts, weights, local = _choices(8)
+    groups = group_pairs(experts, local, 2, block_m)
+    if kind == "gate_up":
+        x = torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        gate_up_grouped(x, _weights(kind, units), groups, 8, tile, pdl=False)
+    else:
+        active = torch.zeros(16, units, dtype=torch.bfloat16, device="cuda")
+        down_grouped(active, weights, _weights(kind, units), groups, tile, pdl=False)

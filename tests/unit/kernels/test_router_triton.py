@@ -1,0 +1,98 @@
+"""The router's kernels in the interpreter against softmax and a sort in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.experts_config import ExpertsConfig, Tile
+from kernels.experts_triton import moe_experts
+from kernels.router import route
+from kernels.router_triton import FUSED_ROWS, route_logits, route_rows
+
+
+def expected(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and experts; of equal logits the lower expert comes first."""
+    plain = logits.double().numpy()
+    experts = np.argsort(-plain, axis=1, kind="stable")[:, :top_k]
+    weights = np.exp(plain - plain.max(1, keepdims=True))
+    weights /= weights.sum(1, keepdims=True)
+    weights = np.take_along_axis(weights, experts, 1)
+    return weights / weights.sum(1, keepdims=True) if normalise else weights, experts
+
+
+@pytest.mark.parametrize("normalise", [True, False], ids=["normalised", "plain"])
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "top_k"), [(1, 128, 8), (3, 60, 4), (17, 10, 1), (2, 512, 10), (5, 6, 6)], ids=lambda value: str(value)
+)
+def test_choices_and_weights(rows: int, num_experts: int, top_k: int, normalise: bool) -> None:
+    logits = torch.randn(rows, num_experts, generator=torch.Generator().manual_seed(rows)) * 3
+    weights, experts = route_logits(logits, top_k, normalise)
+    want_weights, want_experts = expected(logits, top_k, normalise)
+    assert weights.dtype == torch.float32
+    assert experts.dtype == torch.int32
+    np.testing.assert_array_equal(experts.numpy(), want_experts)
+    np.testing.assert_allclose(weights.numpy(), want_weights, rtol=2e-6, atol=1e-8)
+    reference_weights, reference_experts = route(logits, top_k, normalise)
+    assert torch.equal(experts.long(), reference_experts)
+    torch.testing.assert_close(weights, reference_weights, rtol=2e-6, atol=1e-8)
+
+
+def test_equal_logits_go_to_the_lower_expert() -> None:
+    logits = torch.tensor(
+        [[1.0, 3.0, 3.0, 0.0, 3.0], [0.0, -0.0, 0.0, -0.0, 0.0], [-torch.inf] * 5, [torch.inf, 1, 2, 1, -torch.inf]]
+    )
+    experts = route_logits(logits, 3, True)[1]
+    assert experts.tolist() == [[1, 2, 4], [0, 1, 2], [0, 1, 2], [0, 2, 1]]
+
+
+def test_rows_with_nan_choose_experts_that_exist() -> None:
+    logits = torch.randn(4, 10)
+    logits[1], logits[2, 3], logits[3, 4] = torch.nan, torch.nan, -torch.tensor(torch.nan)
+    weights, experts = route_logits(logits, 4, True)
+    assert experts.min() >= 0
+    assert experts.max() < 10
+    assert all(len(set(row)) == 4 for row in experts.tolist())
+    assert weights[1].isnan().all()
+    assert weights[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "top_k", "hidden"),
+    [(1, 10, 3, 40), (FUSED_ROWS, 60, 4, 72), (3, 7, 1, 2100)],
+    ids=lambda value: str(value),
+)
+def test_the_products_kernel_chooses_alike(rows: int, num_experts: int, top_k: int, hidden: int) -> None:
+    draw = torch.Generator().manual_seed(3)
+    x, router = torch.randn(rows, hidden, generator=draw), torch.randn(num_experts, hidden, generator=draw)
+    turn = torch.zeros(1, dtype=torch.int32)
+    for normalise in (True, False):
+        weights, experts, groups = route_rows(x, router, top_k, normalise, turn)
+        want_weights, want_experts = expected(x.double() @ router.double().T, top_k, normalise)
+        np.testing.assert_array_equal(experts.numpy(), want_experts)
+        np.testing.assert_allclose(weights.numpy(), want_weights, rtol=1e-4, atol=1e-6)
+        assert turn.item() == 0
+        assert groups is None
+
+
+def test_groups_made_with_the_choice_serve_the_experts() -> None:
+    draw = torch.Generator().manual_seed(4)
+    x, router = torch.randn(7, 40, generator=draw), torch.randn(10, 40, generator=draw)
+    local = torch.full((10,), -1)
+    local[[1, 4, 7]] = torch.arange(3)
+    gate_up, down = torch.randn(3, 48, 40, generator=draw), torch.randn(3, 40, 24, generator=draw)
+    weights, experts, groups = route_rows(x, router, 3, True, torch.zeros(1, dtype=torch.int32), local, 3, 16)
+    tile = Tile(block_n=16, block_k=16)
+    config = ExpertsConfig(form="grouped", gate_up=tile, down=tile)
+    with_groups = moe_experts(x, experts, weights, local, gate_up, down, config=config, groups=groups)
+    assert torch.equal(with_groups, moe_experts(x, experts, weights, local, gate_up, down, config=config))
+    assert with_groups.abs().max() > 0
+
+
+def test_too_many_rows_and_wrong_layouts_are_refused() -> None:
+    router, turn = torch.randn(10, 40), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="rows"):
+        route_rows(torch.randn(FUSED_ROWS + 1, 40), router, 3, True, turn)
+    with pytest.raises(ValueError, match="contiguous"):
+        route_rows(torch.randn(40, 2).T, router, 3, True, turn)
