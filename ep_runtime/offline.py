@@ -64,7 +64,7 @@ class SamplingParams:
     def for_sample(self, seed: int, index: int, room: int) -> messages.SamplingParams:
         """The engine's parameters for sample `index` of a prompt that leaves `room` tokens."""
         return messages.SamplingParams(
-            seed=derive_seed(seed, index) if self.n > 1 else seed,
+            seed=derive_seed(seed, index),
             max_tokens=min(self.max_tokens, room),
             temperature=self.temperature,
             top_k=max(0, self.top_k),

@@ -62,16 +62,15 @@ def default_config(rows: int, top_k: int, held: int) -> ExpertsConfig:
         return ExpertsConfig(
             form="paired",
             gate_up=Tile(block_n=8, block_k=512, warps=4, stages=1),
-            down=Tile(block_n=8, block_k=256, warps=4, stages=3),
+            down=Tile(block_n=8, block_k=256, warps=4, stages=4),
         )
     share = rows * top_k / max(held, 1)
     if share <= 12:
         return _grouped(Tile(block_m=16, block_n=32, block_k=128, stages=4), Tile(block_m=16, block_n=64, block_k=128, stages=4))
+    if share <= 24:
+        return _grouped(Tile(block_m=16, block_n=64, block_k=128, stages=3), Tile(block_m=16, block_n=64, block_k=128, stages=4))
     if share <= 48:
-        block_m = 16 if share <= 24 else 32
-        return _grouped(
-            Tile(block_m=block_m, block_n=64, block_k=128, stages=3), Tile(block_m=block_m, block_n=128, block_k=128, stages=3)
-        )
+        return _grouped(Tile(block_m=32, block_n=64, block_k=128, stages=3), Tile(block_m=32, block_n=64, block_k=128, stages=4))
     if share <= 192:
         return _grouped(Tile(block_m=64, block_n=64, block_k=64, stages=4), Tile(block_m=64, block_n=128, block_k=64, stages=4))
     return _grouped(

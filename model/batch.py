@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from model.base import BatchError
+from model.errors import BatchError
 
 Array = np.ndarray
 

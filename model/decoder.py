@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from model.base import BatchError, Communicator
+from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from model.config import LayerConfig, ModelConfig
+from model.errors import BatchError
 from model.layers.attention import Attention
 from model.layers.build import Build
 from model.layers.delta_net import GatedDeltaNet

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from model.base import CheckpointError
+from model.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from model.base import UnsupportedModel
+from model.errors import UnsupportedModel
 
 
 class WeightFormat(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from model.base import MemoryPlanError
+from model.errors import MemoryPlanError
 from model.spec import ModelSpec
 from model.state.sizes import DTYPE_BYTES, bytes_per_block, bytes_per_slot
 

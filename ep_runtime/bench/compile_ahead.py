@@ -31,16 +31,16 @@ def compile_share(share: tuple[int, int]) -> str:
 
 def _jobs() -> list[tuple[str, Callable[[], object]]]:
     jobs: list[tuple[str, Callable[[], object]]] = []
-    for units, top_k in ((768, 8), (512, 8), (512, 10)):
-        for pdl in (False, True):
-            for kind, tiles in PAIRED.items():
+    for pdl in (False, True):
+        for tile in PAIRED["gate_up"]:
+            jobs.append((f"paired gate_up {tile}", partial(_paired, "gate_up", tile, 768, 8, pdl)))
+        for tile in PAIRED["down"]:
+            for units, top_k in ((768, 8), (512, 8), (512, 10)):
+                jobs.append((f"paired down {tile}", partial(_paired, "down", tile, units, top_k, pdl)))
+        for block_m, kinds in GROUPED.items():
+            for kind, tiles in kinds.items():
                 for tile in tiles:
-                    jobs.append((f"paired {kind} {tile}", partial(_paired, kind, tile, units, top_k, pdl)))
-    for block_m, kinds in GROUPED.items():
-        for kind, tiles in kinds.items():
-            for tile in tiles:
-                for units in (768, 512) if 768 % tile.block_k or 512 % tile.block_k else (768,):
-                    jobs.append((f"grouped {kind} {tile}", partial(_grouped, kind, tile, block_m, units)))
+                    jobs.append((f"grouped {kind} {tile}", partial(_grouped, kind, tile, block_m, 768, pdl)))
     return jobs
 
 
@@ -64,12 +64,12 @@ def _paired(kind: str, tile: Tile, units: int, top_k: int, pdl: bool) -> None:
         down_paired(active, experts, weights, local, _weights(kind, units), torch.empty_like(x), tile, pdl=pdl)
 
 
-def _grouped(kind: str, tile: Tile, block_m: int, units: int) -> None:
+def _grouped(kind: str, tile: Tile, block_m: int, units: int, pdl: bool) -> None:
     experts, weights, local = _choices(8)
     groups = group_pairs(experts, local, 2, block_m)
     if kind == "gate_up":
         x = torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device="cuda")
-        gate_up_grouped(x, _weights(kind, units), groups, 8, tile, pdl=False)
+        gate_up_grouped(x, _weights(kind, units), groups, 8, tile, pdl=pdl)
     else:
         active = torch.zeros(16, units, dtype=torch.bfloat16, device="cuda")
-        down_grouped(active, weights, _weights(kind, units), groups, tile, pdl=False)
+        down_grouped(active, weights, _weights(kind, units), groups, tile, pdl=pdl)

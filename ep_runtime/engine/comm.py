@@ -102,9 +102,10 @@ def _finished(work: Any) -> bool:
     try:
         work.wait(WAIT_SLICE)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        # It ended after the wait gave up, or gave an error: waiting again tells which.
+        work.wait()
     return True
 
 

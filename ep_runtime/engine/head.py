@@ -38,6 +38,7 @@ POLL_S = 20e-6
 """Between looks at a device event: short against a step, long enough to leave the core to others."""
 
 PING_INTERVAL_S = 1.0
+SIGN_OF_LIFE_S = 1.0
 
 
 class Head:
@@ -68,6 +69,7 @@ class Head:
         self._mask_deadline_s = mask_deadline_s
         self._check_epoch = check_epoch
         self._last_command = time.monotonic()
+        self._last_publish = 0.0
         self._forwards = 0
         self._sampling_slots: set[int] = set()
 
@@ -202,8 +204,11 @@ class Head:
             self._read()
 
     def _publish(self, updates: list[SequenceUpdate]) -> None:
-        if not updates:
+        """Hand on updates, at most one message a step; without any, a sign of life once a second."""
+        now = time.monotonic()
+        if not updates and now - self._last_publish < SIGN_OF_LIFE_S:
             return
+        self._last_publish = now
         for update in updates:
             if update.finish is not None:
                 self.requests.remove(update.request_id)

@@ -13,12 +13,22 @@ from ep_runtime.scheduler.core import Plan, SpanResult, StepResult
 
 if TYPE_CHECKING:
     from ep_runtime.engine.sampler import Sampled
-    from ep_runtime.engine.step_sampling import RowToSample
 
 FAULTS = {
     RowStatus.EMPTY: "no token is allowed at generated index {index}: grammar, logit_bias and min_tokens together exclude all",
     RowStatus.NOT_FINITE: "the model's logits at generated index {index} are not finite",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RowToSample:
+    """One token to sample: row `logit_row` of the forward's wanted rows, for generated index `index` of a request."""
+
+    span: int
+    slot: int
+    request_id: str
+    logit_row: int
+    index: int
 
 
 @dataclass(frozen=True, slots=True)

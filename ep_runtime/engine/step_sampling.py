@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ep_runtime.engine.pending import PendingStep, PromptRows
+from ep_runtime.engine.pending import PendingStep, PromptRows, RowToSample
 from protocol.commands import Forward, Span, Wanted
 
 if TYPE_CHECKING:
@@ -18,17 +17,6 @@ if TYPE_CHECKING:
     from model.batch import ForwardOutput
 
 AwaitMasks = Callable[[list[tuple[str, int]]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RowToSample:
-    """One token to sample: row `logit_row` of the forward's wanted rows, for generated index `index` of a request."""
-
-    span: int
-    slot: int
-    request_id: str
-    logit_row: int
-    index: int
 
 
 class StepSampling:

@@ -17,6 +17,7 @@ from ep_runtime.frontend.context import Frontend
 from ep_runtime.frontend.metrics import EngineCollector
 
 log = logging.getLogger(__name__)
+BACKLOG = 2048
 CLOSE_SECONDS = 5
 """Time for answers that are written to reach their clients, once no sequence is left."""
 
@@ -31,12 +32,13 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, IPv4 or IPv6 by the address; raises OSError."""
+    """A listening socket, IPv4 or IPv6 by the address; connections wait until the server takes them. Raises OSError."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     sock = socket.socket(family, kind, proto)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
+        sock.listen(BACKLOG)
     except OSError:
         sock.close()
         raise
@@ -54,6 +56,7 @@ async def serve(front: Frontend, app: FastAPI, sock: socket.socket) -> None:
         access_log=False,
         log_config=None,
         server_header=False,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
     server = _Server(config)

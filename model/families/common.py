@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.base import UnsupportedModel
 from model.config import AttentionConfig, LayerConfig, ModelConfig, MoeConfig
+from model.errors import UnsupportedModel
 from model.families.fields import Json, check_common, dtype_of, flag, real, refuse, whole
 from model.families.weights import ExpertNames, Pieces, Place, attention, ends, first_present, mlp, moe, norms
 from model.pieces import WeightMap

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from model.base import UnsupportedModel
+from model.errors import UnsupportedModel
 
 Json = Mapping[str, Any]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from model.base import UnsupportedModel
 from model.config import ModelConfig
+from model.errors import UnsupportedModel
 from model.families.common import Family, decoder_weights, routed
 from model.families.delta_weights import delta_split
 from model.families.fields import Json, whole

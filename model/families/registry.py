@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from model.base import UnsupportedModel
 from model.config import DeltaNetConfig, ModelConfig
+from model.errors import UnsupportedModel
 from model.families import llama, mixtral, qwen3, qwen3_5, qwen3_next
 from model.families.common import Family
 from model.families.fields import Json, eos_tokens

@@ -7,8 +7,8 @@ from torch import nn
 
 from kernels.causal_conv import conv_piece, conv_step
 from kernels.gated_delta import delta_chunks, delta_gate, delta_inputs, delta_step
-from model.base import UnsupportedModel
 from model.config import ModelConfig
+from model.errors import UnsupportedModel
 from model.layers.build import Build
 from model.layers.norm import GatedRMSNorm
 from model.layers.step import Step

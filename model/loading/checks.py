@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from model.base import CheckpointError, ModelError, UnsupportedModel
+from model.errors import CheckpointError, ModelError, UnsupportedModel
 from model.folder import TensorManifest
 from model.formats import FORMAT_OF_DTYPE
 from model.loading.geometry import read_shape, selected_shape, tiling

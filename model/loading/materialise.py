@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from model.base import CheckpointError, ModelError
+from model.errors import CheckpointError, ModelError
 from model.loading.checks import check_targets, listing
 from model.loading.sources import Source
 from model.pieces import Piece, WeightMap

@@ -57,7 +57,6 @@ class StopMatcher:
                 state += 1
             if state == len(stop):
                 found = found or stop
-                state = table[state]
             self._states[index] = state
         return found
 

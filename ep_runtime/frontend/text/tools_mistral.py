@@ -53,7 +53,7 @@ class MistralParser:
             if self._in_list and char == "{":
                 self._object = CallObject(self._calls)
                 return text[position:]
-            if self._in_list and char == "]":
+            if self._list_has_call and char == "]":
                 self._between = None
                 self._text.call_ended()
                 return text[position + 1 :]

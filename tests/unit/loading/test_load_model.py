@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from model.base import CheckpointError, UnsupportedModel
+from model.errors import CheckpointError, UnsupportedModel
 from model.families.registry import build_model
 from model.folder import INDEX, read_manifest
 from model.loader import LoadedModel, load_model, prepare_model

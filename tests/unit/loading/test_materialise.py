@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from toy_moe import HIDDEN, INNER, VOCAB, Toy, tensors, weight_map
 
-from model.base import CheckpointError, ModelError, UnsupportedModel
+from model.errors import CheckpointError, ModelError, UnsupportedModel
 from model.folder import read_manifest
 from model.loading.checks import check_manifest
 from model.loading.materialise import materialise, release, weight_bytes

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.base import MemoryPlanError
+from model.errors import MemoryPlanError
 from model.memory import GIB, HOST_CACHE_LIMIT, RESERVE, DeviceMemory, Needs, device_memory, plan_memory, scratch_bytes
 from model.spec import CacheSpec, LayerKind, ModelSpec, StateSpec
 

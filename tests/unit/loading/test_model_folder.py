@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from model.base import CheckpointError
+from model.errors import CheckpointError
 from model.folder import INDEX, Fingerprint, fingerprint, open_folder, read_header, read_manifest
 
 TENSORS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.base import UnsupportedModel
+from model.errors import UnsupportedModel
 from model.formats import DenseFormat, format_of, refuse_quantised
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.base import BatchError
 from model.batch import ForwardBatch, PieceRows
+from model.errors import BatchError
 from tests.support.batches import Part, Ranks
 
 SPANS: dict[str, Any] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from model.base import UnsupportedModel
+from model.errors import UnsupportedModel
 from model.families.registry import resolve, spec_of, supported
 from model.spec import LayerKind, Rewind
 

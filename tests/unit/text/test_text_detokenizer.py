@@ -65,6 +65,8 @@ def test_leading_space_belongs_to_a_continued_text_alone(pieces_tokenizer: Token
     ids = pieces_tokenizer.encode("Hello fox", False)
     assert "".join(stream(pieces_tokenizer, [], [ids], True)) == "Hello fox"
     assert "".join(stream(pieces_tokenizer, [1], [ids], True)) == "Hello fox"
+    spaced = pieces_tokenizer.encode("  Hello", False)
+    assert "".join(stream(pieces_tokenizer, [], [[index] for index in spaced], True)) == "  Hello"
     assert "".join(stream(pieces_tokenizer, ids, [ids], True)) == " Hello fox"
 
 

@@ -20,12 +20,13 @@ def render(source: str, messages: list[dict] | None = None) -> str:
     "source",
     [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}",
         "{% for a in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",
         "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
         "{% macro f(n) %}{% if n %}{% set x = f(n - 1) %}{% set x = f(n - 1) %}{% endif %}{% endmacro %}{{ f(60) }}",
         "{% for x in [[[[[[1, 1] * 30] * 30] * 30] * 30] * 30] recursive %}{{ loop(x) if x is iterable }}{% endfor %}",
     ],
-    ids=["nested_loops", "lists", "recursion", "exponential", "recursive_loop"],
+    ids=["nested_loops", "shared_range", "lists", "recursion", "exponential", "recursive_loop"],
 )
 def test_endless_work_ends(source: str) -> None:
     with pytest.raises(TemplateError, match=r"ran longer than 0\.3 s|nested too deeply"):

@@ -52,11 +52,12 @@ def test_end_tokens_of_all_files(byte_folder: Path, pieces_folder: Path, tmp_pat
     ("config", "files"),
     [
         ({"added_tokens_decoder": {"425": {"content": "<extra>", "special": True, "normalized": False}}}, {}),
+        ({"added_tokens_decoder": {"426": {"content": "<vid>"}, "425": {"content": "<extra>", "lstrip": True}}}, {}),
         ({}, {"added_tokens": {"<extra>": 425}, "special_tokens_map": {"eos_token": "<|im_end|>", "pad_token": "<pad>"}}),
         ({"image_token": "<img>", "extra_special_tokens": {"video_token": "<vid>"}}, {}),
         ({"eos_token": "<tool_call>"}, {}),
     ],
-    ids=["decoder", "older_files", "model_specific", "plain_made_special"],
+    ids=["decoder", "decoder_order", "older_files", "model_specific", "plain_made_special"],
 )
 def test_added_tokens_of_other_files(tmp_path: Path, config: dict, files: dict) -> None:
     folder = samples.save(tmp_path, samples.byte_level_tokenizer(), {"eos_token": "<|im_end|>", **config}, **files)

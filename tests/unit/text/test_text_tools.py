@@ -52,6 +52,7 @@ HERMES_ARGS = '{"a": "}</tool_call>\\"{", "b": [1, {}]}'
         ('<tool_call>{"name": "g", "arguments": {"x": 1}\n</tool_call>', "", [("g", '{"x": 1}')]),
         ('<tool_call>{"name": "g", "arguments": {"x": 1', "", [("g", '{"x": 1')]),
         ('<tool_call>{"name": "g\\u00e9", "arguments": {}}</tool_call> bye', " bye", [("gé", "{}")]),
+        ('<tool_call>{"name": "g", "arguments": {"x": [1}}</tool_call>', "}}</tool_call>", [("g", '{"x": [1')]),
         ('<tool_call>{"name": "g", "arguments": {}, "id": "7"}</tool_call>', "", [("g", "{}")]),
     ],
 )
@@ -178,6 +179,7 @@ MISTRAL = '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "]"}}, {"arguments": {
         ('[TOOL_CALLS] [{"name": "f", "arguments": {}}, oops', ", oops", [("f", "{}")]),
         ("[TOOL_CALLS] none", "[TOOL_CALLS] none", []),
         ("[TOOL_CALLS] [1]", "[TOOL_CALLS] [1]", []),
+        ("[TOOL_CALLS] []", "[TOOL_CALLS] []", []),
         ('[TOOL_CALLS] [{"name"', '[TOOL_CALLS] [{"name"', []),
         ("see [TOOL_CALLS", "see [TOOL_CALLS", []),
     ],

@@ -1,0 +1,242 @@
+"""Everything between the fused projection of an attention layer and its attention, on the GPU, in one kernel.
+
+Norms of query and key heads, rotary embedding and the write into the paged cache: the same functions as `kernels.rms_norm`,
+`kernels.rotary` and `kernels.paged_attention.write_kv`, which are the specification, in float32 up to one rounding of the results.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Parameters of kernels are pointers and scalars of the device, which have no Python type.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rotary_cos_sin(
+    positions: torch.Tensor, inv_freq: torch.Tensor, scale: float, parts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 cosines and sines `[T, rotary_dim / 2]` times `scale`, once a forward for all its layers.
+
+    positions `[T]`, or `[3, T]` with `parts [rotary_dim / 2]`, the part that each frequency follows; inv_freq `[rotary_dim / 2]` float32.
+    """
+    rows, half = positions.shape[-1], inv_freq.shape[0]
+    if positions.dim() == 2 and parts is None:
+        raise ValueError("positions of several parts need the part of each frequency")
+    cos, sin = torch.empty(2, rows, half, dtype=torch.float32, device=positions.device)
+    if rows:
+        _tables_kernel[(rows,)](
+            positions,
+            inv_freq,
+            parts if positions.dim() == 2 else None,
+            cos,
+            sin,
+            rows,
+            half,
+            scale,
+            HALF_POW2=triton.next_power_of_2(half),
+            THREE=positions.dim() == 2,
+            num_warps=1,
+        )
+    return cos, sin
+
+
+def row_places(kv_places: torch.Tensor, written_rows: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """`[T]` int64: where each row's keys and values go, -1 for a row that is not written; once a forward."""
+    if written_rows is None:
+        return kv_places
+    return torch.full((rows,), -1, dtype=torch.int64, device=kv_places.device).index_copy_(0, written_rows, kv_places)
+
+
+def attention_inputs(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    places: torch.Tensor,
+    *,
+    heads: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    zero_centered: bool = False,
+    block_heads: int | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Queries `[T, heads, head_dim]` of qkv `[T, >= (heads + 2 kv_heads) head_dim]` (queries, keys, values, whatever follows).
+
+    Keys and values go to `places [T]` of caches `[N, P, kv_heads, head_dim]`; a row with a negative place writes none. cos, sin
+    `[T, rotary_dim / 2]` float32. `q_norm` and `k_norm` `[head_dim]`: RMSNorm over each head before the rotation.
+    """
+    rows = qkv.shape[0]
+    kv_heads, head_dim = k_cache.shape[2:]
+    half = cos.shape[1]
+    rest = head_dim - 2 * half
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("queries and keys are normalised both or not at all")
+    if qkv.stride(1) != 1 or qkv.shape[1] < (heads + 2 * kv_heads) * head_dim or rest < 0:
+        raise ValueError(f"rows {tuple(qkv.shape)} for {heads} + 2 * {kv_heads} heads of {head_dim}, {2 * half} of them turned")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError("caches and tables must be contiguous")
+    q = torch.empty(rows, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if rows == 0:
+        return q
+    block = block_heads or (4 if rows <= 256 else 16)
+    parts = triton.cdiv(heads, block) + 2 * triton.cdiv(kv_heads, block)
+    _inputs_kernel[(rows, parts)](
+        qkv,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        places,
+        q,
+        k_cache,
+        v_cache,
+        qkv.stride(0),
+        eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=half,
+        HALF_POW2=triton.next_power_of_2(half),
+        REST=rest,
+        REST_POW2=triton.next_power_of_2(max(rest, 1)),
+        BLOCK=block,
+        NORM=q_norm is not None,
+        ZERO_CENTERED=zero_centered,
+        PDL=pdl,
+        num_warps=max(1, min(4, block * head_dim // 512)),
+        launch_pdl=pdl,
+    )
+    return q
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _tables_kernel(
+    positions, inv_freq, parts, cos, sin, rows, half, scale, HALF_POW2: tl.constexpr, THREE: tl.constexpr
+):
+    row = tl.program_id(0)
+    at = tl.arange(0, HALF_POW2)
+    here = at < half
+    if THREE:
+        part = tl.load(parts + at, mask=here, other=0)
+        position = tl.load(positions + part * rows + row, mask=here, other=0).to(tl.float32)
+        angle = position * tl.load(inv_freq + at, mask=here, other=0.0)
+    else:
+        angle = tl.load(positions + row).to(tl.float32) * tl.load(inv_freq + at, mask=here, other=0.0)
+    to = row.to(tl.int64) * half + at
+    tl.store(cos + to, tl.cos(angle) * scale, mask=here)
+    tl.store(sin + to, tl.sin(angle) * scale, mask=here)
+
+
+@triton.jit
+def _turn_heads(
+    source,
+    target,
+    weight,
+    cos,
+    sin,
+    first,
+    COUNT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_POW2: tl.constexpr,
+    REST: tl.constexpr,
+    REST_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    eps,
+    NORM: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """Heads `first .. first + BLOCK - 1` of COUNT, from one row to another: three tiles, the halves that turn and what does not."""
+    head = first + tl.arange(0, BLOCK)[:, None]
+    at, behind = tl.arange(0, HALF_POW2)[None, :], tl.arange(0, REST_POW2)[None, :]
+    turns, stays = (head < COUNT) & (at < HALF), (head < COUNT) & (behind < REST)
+    x = tl.load(source + head * HEAD_DIM + at, mask=turns, other=0.0).to(tl.float32)
+    y = tl.load(source + head * HEAD_DIM + HALF + at, mask=turns, other=0.0).to(tl.float32)
+    if REST > 0:
+        rest = tl.load(source + head * HEAD_DIM + 2 * HALF + behind, mask=stays, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(x * x + y * y, 1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        plus: tl.constexpr = 1.0 if ZERO_CENTERED else 0.0
+        x *= scale * (tl.load(weight + at, mask=at < HALF, other=0.0).to(tl.float32) + plus)
+        y *= scale * (tl.load(weight + HALF + at, mask=at < HALF, other=0.0).to(tl.float32) + plus)
+        if REST > 0:
+            rest *= scale * (tl.load(weight + 2 * HALF + behind, mask=behind < REST, other=0.0).to(tl.float32) + plus)
+    c = tl.load(cos + at, mask=at < HALF, other=0.0)
+    s = tl.load(sin + at, mask=at < HALF, other=0.0)
+    dtype: tl.constexpr = target.dtype.element_ty
+    tl.store(target + head * HEAD_DIM + at, (x * c - y * s).to(dtype), mask=turns)
+    tl.store(target + head * HEAD_DIM + HALF + at, (y * c + x * s).to(dtype), mask=turns)
+    if REST > 0:
+        tl.store(target + head * HEAD_DIM + 2 * HALF + behind, rest.to(dtype), mask=stays)
+
+
+@triton.jit
+def _inputs_kernel(
+    qkv,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    places,
+    q,
+    k_cache,
+    v_cache,
+    qkv_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_POW2: tl.constexpr,
+    REST: tl.constexpr,
+    REST_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    q_parts: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
+    kv_parts: tl.constexpr = (KV_HEADS + BLOCK - 1) // BLOCK
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    source = qkv + row * qkv_stride
+    cos += row * HALF
+    sin += row * HALF
+    if part < q_parts:
+        to = q + row * (HEADS * HEAD_DIM)
+        _turn_heads(
+            source, to, q_norm, cos, sin, part * BLOCK, HEADS, HEAD_DIM, HALF, HALF_POW2, REST, REST_POW2, BLOCK, eps, NORM, ZERO_CENTERED
+        )
+    else:
+        place = tl.load(places + row) * (KV_HEADS * HEAD_DIM)
+        if place >= 0:
+            source += HEADS * HEAD_DIM
+            first = (part - q_parts) * BLOCK
+            if part < q_parts + kv_parts:
+                to = k_cache + place
+                _turn_heads(
+                    source, to, k_norm, cos, sin, first, KV_HEADS, HEAD_DIM, HALF, HALF_POW2, REST, REST_POW2, BLOCK, eps, NORM, ZERO_CENTERED
+                )
+            else:
+                head = first - kv_parts * BLOCK + tl.arange(0, BLOCK)
+                _copy_heads(source + KV_HEADS * HEAD_DIM, v_cache + place, head, KV_HEADS, HEAD_DIM)
+
+
+@triton.jit
+def _copy_heads(source, target, head, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Heads of one row to another."""
+    WIDTH: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    at = tl.arange(0, WIDTH)[None, :]
+    here = (head < COUNT)[:, None] & (at < HEAD_DIM)
+    tl.store(target + head[:, None] * HEAD_DIM + at, tl.load(source + head[:, None] * HEAD_DIM + at, mask=here), mask=here)

@@ -1,0 +1,92 @@
+"""The paged attention kernels in the interpreter against softmax attention in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.paged_decode_triton import DecodeConfig, paged_decode
+from tests.unit.kernels.attention_cases import PagedCase
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+
+
+def check(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    error = (got.double() - expected).norm() / expected.norm()
+    assert float(error) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("way", ["one part", "combined", "in turn"])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "head_dim", "window", "dtype"),
+    [
+        ([1], 3, 1, 16, None, torch.float32),
+        ([63, 0, 65, 1], 3, 1, 16, None, torch.float16),
+        ([65, 130], 6, 2, 64, None, torch.float32),
+        ([130, 17, 33], 9, 3, 16, 20, torch.float32),
+        ([100], 4, 4, 32, 1, torch.float32),
+    ],
+    ids=str,
+)
+def test_decode(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype, way: str
+) -> None:
+    """An idle span gives zeros; the gate is strided."""
+    case = PagedCase(lengths, kv_heads, head_dim, dtype)
+    q = case.random(len(lengths), heads, head_dim)
+    gate = case.random(len(lengths), heads * head_dim + 8, seed=5)[:, 8:] if "turn" in way else None
+    turns = torch.zeros(len(lengths) * kv_heads, dtype=torch.int32) if way == "in turn" else None
+    got = paged_decode(
+        q,
+        case.k_cache,
+        case.v_cache,
+        case.tables,
+        case.seq_lens,
+        max_seq=max(lengths),
+        window=window,
+        gate=gate,
+        turns=turns,
+        config=DecodeConfig(tile=16, splits=1 if way == "one part" else 3),
+    )
+    expected = torch.zeros(got.shape, dtype=torch.float64)
+    for number, length in enumerate(lengths):
+        if length:
+            expected[number] = case.attend(number, q[number : number + 1], window)[0]
+    if gate is not None:
+        expected *= gate.double().sigmoid()
+    check(got, expected, dtype)
+    assert turns is None or not turns.any()
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("window", [None, 7])
+def test_verify_rows(window: int | None, in_turn: bool) -> None:
+    """A few rows of chosen spans; rows of the others stay as they are."""
+    lengths, counts = [70, 40, 5, 33], [3, 9, 2, 4]
+    case = PagedCase(lengths, 2, 16, torch.float32)
+    query_start = torch.tensor([0, 3, 12, 14, 18], dtype=torch.int32)
+    q = case.random(18, 6, 16)
+    out = torch.full((18, 96), 7.0)
+    chosen = [3, 0, 2]
+    turns = torch.zeros(6, dtype=torch.int32) if in_turn else None
+    paged_decode(
+        q,
+        case.k_cache,
+        case.v_cache,
+        case.tables,
+        case.seq_lens,
+        max_seq=70,
+        window=window,
+        out=out,
+        query_start=query_start,
+        spans=torch.tensor(chosen),
+        max_rows=4,
+        turns=turns,
+        config=DecodeConfig(tile=16, splits=2),
+    )
+    for number, (start, count) in enumerate(zip(query_start.tolist(), counts, strict=False)):
+        rows = slice(start, start + count)
+        if number in chosen:
+            check(out[rows], case.attend(number, q[rows], window), torch.float32)
+        else:
+            assert bool((out[rows] == 7.0).all())
