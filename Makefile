@@ -23,7 +23,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/python -P -m ep_runtime.demo.run --port $(PORT) $(if $(ONESHOT),--oneshot)
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(CODE)

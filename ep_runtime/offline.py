@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from ep_runtime.config import Facts, RuntimeConfig, resolve
+from ep_runtime.config import Facts, RuntimeConfig, localise, resolve
 from ep_runtime.engine.comm import connect_store, open_store
 from ep_runtime.engine.epoch import EpochPlace, open_head, open_worker
 from ep_runtime.engine.head import Head
@@ -115,6 +115,7 @@ class LLM:
         place = _Place.from_environment()
         facts = Facts(gpus=torch.cuda.device_count(), cores=os.cpu_count() or 1, world=place.world, local_world=place.local_world)
         config = resolve(RuntimeConfig(model=model, **settings), facts)
+        config = localise(config, model=model, cores=facts.cores, local_world=place.local_world, token=None)
         device = pick_device(config.device, place.local_rank)
         rank = load_rank(config, Parallel(place.rank, place.world), device, local_ranks=place.local_world)
         listener, epoch_place, self._store = _meet(place, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,7 +104,7 @@ class Timed:
         return f"{self.model:10} T {self.rows:5} floor {self.floor:7.1f} best {self.best:8.1f} {rate} | {totals} | {parts}"
 
 
-def time_experts(key: str, rows: int, weights: tuple[torch.Tensor, torch.Tensor], report: Callable[[str], None]) -> Timed:
+def time_experts(key: str, rows: int, weights: tuple[torch.Tensor, torch.Tensor]) -> Timed:
     """The best tile of each kernel, then whole layers made of them, with and without programmatic launch."""
     calls = 24 if rows == 1 else 8 if rows <= 32 else 4 if rows <= 256 else 2
     layer = Layer(MODELS[key], rows, calls, weights)
@@ -194,7 +193,7 @@ def _best_grouped(layer: Layer, block_m: int, timed: Timed) -> list[tuple[str, E
     return [(f"grouped{tag}", ExpertsConfig(form="grouped", gate_up=gate_up, down=down))] if gate_up and down else []
 
 
-def time_router(report: Callable[[str], None]) -> list[dict[str, Any]]:
+def time_router() -> list[dict[str, Any]]:
     """Logits by cuBLAS and choice in one kernel, against all in one kernel for few rows."""
     results = []
     turn = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -227,24 +226,19 @@ def _route_both(x: torch.Tensor, router: torch.Tensor, top_k: int) -> object:
     return route_logits(functional.linear(x, router), top_k, True)
 
 
-def run(models: list[str], all_rows: list[int], report: Callable[[str], None]) -> dict[str, Any]:
-    """Times, and `table`: the entries of a tuning table (`kernels.tuning`)."""
-    began = time.monotonic()
-    router = time_router(report)
-    timed, entries = [], []
-    for key in models:
-        model = MODELS[key]
-        weights = random_weights(model.held, model.hidden, model.units, torch.bfloat16)
-        of_model = [time_experts(key, rows, weights, report) for rows in all_rows]
-        report(f"{key} done after {time.monotonic() - began:.0f} s")
-        timed += of_model
-        shape = experts_shape(model.hidden, model.units, model.held, model.top_k, "bfloat16")
-        rows = {str(each.rows): each.config for each in of_model if each.config}
-        entries.append({"kernel": "experts", "shape": shape, "rows": rows})
-        del weights
+def time_model(key: str, all_rows: list[int]) -> dict[str, Any]:
+    """Times of one of MODELS, and the entry of a tuning table (`kernels.tuning`) that they make."""
+    model = MODELS[key]
+    weights = random_weights(model.held, model.hidden, model.units, torch.bfloat16)
+    timed = [time_experts(key, rows, weights) for rows in all_rows]
     for each in timed:
-        report(each.line())
-        report(f"    {each.config}")
-    table = {"device": torch.cuda.get_device_name(), "entries": entries}
+        report(f"  {key} T {each.rows}: {each.config}")
+    shape = experts_shape(model.hidden, model.units, model.held, model.top_k, "bfloat16")
+    entry = {"kernel": "experts", "shape": shape, "rows": {str(each.rows): each.config for each in timed if each.config}}
     plain = [{name: getattr(each, name) for name in Timed.__slots__} for each in timed]
-    return {"router": router, "timed": plain, "table": table}
+    return {"device": torch.cuda.get_device_name(), "timed": plain, "entry": entry}
+
+
+def report(line: str) -> None:
+    """One line of the output, at once."""
+    print(line, flush=True)

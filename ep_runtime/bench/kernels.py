@@ -10,12 +10,14 @@ import json
 import multiprocessing
 import sys
 import time
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ep_runtime.bench import kernel_experts
 from ep_runtime.bench.compile_ahead import compile_share
 from ep_runtime.bench.experts_check import ROUTERS, SHAPES, check_router, check_shape
+from ep_runtime.bench.kernel_experts import report
 
 DEFAULT_ROWS = "1,8,32,128,1024,4096,8192"
 
@@ -34,32 +36,54 @@ def main() -> int:
     checks = prepare(options.jobs)
     good = sum(row["good"] for row in checks)
     report(f"checks: {good} of {len(checks)} good, after {time.monotonic() - began:.0f} s")
-    result = kernel_experts.run(options.models.split(","), [int(rows) for rows in options.rows.split(",")], report)
+    router, *models = time_all(options.models.split(","), [int(rows) for rows in options.rows.split(",")])
+    report(f"done after {time.monotonic() - began:.0f} s")
+    table = {"device": models[0]["device"] if models else None, "entries": [each["entry"] for each in models]}
     if options.out:
-        options.out.write_text(json.dumps({"checks": checks, **result}, indent=1))
+        options.out.write_text(json.dumps({"checks": checks, "router": router, "models": models, "table": table}, indent=1))
     if options.table:
-        options.table.write_text(json.dumps(result["table"], indent=1) + "\n")
+        options.table.write_text(json.dumps(table, indent=1) + "\n")
     return 0 if good == len(checks) else 1
 
 
 def prepare(jobs: int) -> list[dict[str, Any]]:
     """Check all kernels, and compile all candidates into the compiler's cache, in `jobs` processes. Rows of the checks."""
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        shapes = pool.map_async(check_shape, SHAPES, chunksize=1)
-        routers = pool.map_async(check_router, ROUTERS, chunksize=1)
-        for failure in pool.imap_unordered(compile_share, [(at, 2 * jobs) for at in range(2 * jobs)]):
-            if failure:
-                report(f"does not compile: {failure}")
-        checks = [row for rows in (*shapes.get(), *routers.get()) for row in rows]
+    with _executor(jobs) as pool:
+        checking = [(shape, pool.submit(check_shape, shape)) for shape in SHAPES]
+        checking += [(shape, pool.submit(check_router, shape)) for shape in ROUTERS]
+        compiling = [("compilation", pool.submit(compile_share, (at, jobs))) for at in range(jobs)]
+        failures = [_result(*each) for each in compiling]
+        rows = [_result(*each) or [{"what": each[0], "good": False}] for each in checking]
+    for failure in filter(None, failures):
+        report(f"does not compile: {failure}")
+    checks = [row for of_shape in rows for row in of_shape]
     for row in checks:
         if not row["good"]:
             report(f"WRONG {row}")
     return checks
 
 
-def report(line: str) -> None:
-    """One line of the output, at once."""
-    print(line, flush=True)
+def time_all(models: list[str], rows: list[int]) -> list[Any]:
+    """The router's times, then those of every model that could be timed, one process after the other."""
+    with _executor(1) as pool:
+        waiting = [("router", pool.submit(kernel_experts.time_router))]
+        waiting += [(key, pool.submit(kernel_experts.time_model, key, rows)) for key in models]
+        router, *timed = (_result(*each) for each in waiting)
+    return [router, *filter(None, timed)]
+
+
+def _executor(jobs: int) -> ProcessPoolExecutor:
+    """Every task has a process of its own: a device error leaves no later one without a device."""
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
+
+
+def _result(label: object, future: Future[Any]) -> Any:
+    """What the task returns; None, with a line of output, if it failed."""
+    try:
+        return future.result()
+    except Exception as error:  # one task must not end the run
+        report(f"FAILED {label}: {error!r}")
+        return None
 
 
 if __name__ == "__main__":

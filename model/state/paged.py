@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from model.spec import CacheSpec
@@ -28,10 +29,7 @@ class PagedPool:
             raise ValueError("two caches name the same layer")
         self._kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer, shape in self._shapes.items():
-            self._kv[layer] = (
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
-            )
+            self._kv[layer] = (_zeros(shape, dtype, device), _zeros(shape, dtype, device))
 
     @property
     def nbytes(self) -> int:
@@ -82,3 +80,11 @@ def check_tensor(what: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype:
     """Raise RuntimeError, naming `what`, when a tensor is not as declared."""
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
         raise RuntimeError(f"{what}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, declared {shape} {dtype} on {device}")
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. In host memory the pages come from the system as zeros when they are first touched, so a large cache costs no start-up."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""The XML-like syntax of Qwen3-Coder, Qwen3-Next-Coder and Qwen3.5.
+"""The XML-like syntax of Qwen3-Coder and Qwen3.5.
 
 `<tool_call>\n<function=NAME>\n<parameter=P>\nVALUE\n</parameter>\n</function>\n</tool_call>`; values are bare text, typed by the
 tool's schema.

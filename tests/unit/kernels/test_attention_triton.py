@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from kernels.paged_decode_triton import DecodeConfig, paged_decode
+from kernels.paged_prefill_triton import PrefillConfig, paged_prefill, prefill_tiles
 from tests.unit.kernels.attention_cases import PagedCase
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -90,3 +92,52 @@ def test_verify_rows(window: int | None, in_turn: bool) -> None:
             check(out[rows], case.attend(number, q[rows], window), torch.float32)
         else:
             assert bool((out[rows] == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "counts", "heads", "kv_heads", "head_dim", "window", "packed", "dtype"),
+    [
+        ([63], [63], 3, 1, 16, None, 16, torch.float32),
+        ([65, 1, 40], [65, 1, 7], 6, 2, 64, None, 64, torch.float16),
+        ([130, 33], [65, 33], 9, 3, 16, 20, 32, torch.float32),
+        ([70, 100], [70, 3], 2, 2, 16, 1, 16, torch.float32),
+        ([100], [40], 8, 1, 16, 33, 16, torch.float32),
+    ],
+    ids=str,
+)
+def test_prefill(
+    lengths: list[int], counts: list[int], heads: int, kv_heads: int, head_dim: int, window: int | None, packed: int, dtype: torch.dtype
+) -> None:
+    """Spans of any number of rows, whole prompts and later pieces, in one launch; a span without tiles stays as it is."""
+    lengths, counts = [*lengths, 5], [*counts, 2]
+    case = PagedCase(lengths, kv_heads, head_dim, dtype)
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    q = case.random(int(starts[-1]), heads, head_dim)
+    gate = case.random(int(starts[-1]), heads * head_dim + 8, seed=5)[:, 8:] if window is None else None
+    config = PrefillConfig(packed=packed, tile=16)
+    tiles = prefill_tiles(starts, np.array(lengths), range(len(lengths) - 1), config.tile_rows(heads // kv_heads))
+    out = torch.full((int(starts[-1]), heads * head_dim), 7.0, dtype=dtype)
+    paged_prefill(
+        q,
+        case.k_cache,
+        case.v_cache,
+        case.tables,
+        torch.from_numpy(starts),
+        case.seq_lens,
+        torch.from_numpy(tiles),
+        window=window,
+        gate=gate,
+        out=out,
+        config=config,
+    )
+    for number, start in enumerate(starts[:-2].tolist()):
+        rows = slice(start, start + counts[number])
+        expected = case.attend(number, q[rows], window)
+        check(out[rows], expected if gate is None else expected * gate[rows].double().sigmoid(), dtype)
+    assert bool((out[-2:] == 7.0).all())
+
+
+def test_tiles_are_ordered_by_work() -> None:
+    tiles = prefill_tiles(np.array([0, 5, 6, 10]), np.array([5, 300, 100]), [0, 2], 2)
+    assert tiles.tolist() == [[2, 2], [2, 0], [0, 4], [0, 2], [0, 0]]
+    assert prefill_tiles(np.array([0, 1]), np.array([9]), [], 4).shape == (0, 2)

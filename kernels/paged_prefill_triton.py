@@ -1,0 +1,245 @@
+"""Paged attention on the GPU for pieces of prompts: the rows of all spans of a batch in one launch.
+
+The same function as `kernels.paged_attention.piece_attention`, which is the specification. A program takes a tile of rows of one span
+for all query heads of a key/value head, and passes over the keys that its rows see with a running softmax (FlashAttention-2, arXiv
+2307.08691). Only tiles of keys at the edge of what is seen are masked.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Parameters of kernels are pointers and scalars of the device, which have no Python type.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kernels.paged_decode_triton import check_attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """`packed` (row, head) pairs by `tile` positions a step of a program, and how the compiler schedules it."""
+
+    packed: int = 128
+    tile: int = 64
+    warps: int = 8
+    stages: int = 3
+
+    def tile_rows(self, group: int) -> int:
+        """Rows of a program, for `group` query heads a key/value head."""
+        return max(1, self.packed // triton.next_power_of_2(group))
+
+
+def default_prefill_config(head_dim: int) -> PrefillConfig:
+    """Tiles whose keys and values fit into shared memory three deep; two where heads are wide."""
+    return PrefillConfig(tile=64, stages=3 if head_dim <= 128 else 2)
+
+
+def prefill_tiles(query_start: np.ndarray, seq_lens: np.ndarray, spans: Sequence[int], tile_rows: int) -> np.ndarray:
+    """`[tiles, 2]` int32, (span, first row within it), on the host: the longest work first, so that the last programs are short."""
+    tiles, work = [], []
+    for span in spans:
+        rows = int(query_start[span + 1] - query_start[span])
+        start = int(seq_lens[span]) - rows
+        firsts = np.arange(0, rows, tile_rows, dtype=np.int32)
+        tiles.append(np.stack((np.full_like(firsts, span), firsts), 1))
+        work.append(start + np.minimum(firsts + tile_rows, rows))
+    if not tiles:
+        return np.empty((0, 2), dtype=np.int32)
+    order = np.argsort(-np.concatenate(work), kind="stable")
+    return np.ascontiguousarray(np.concatenate(tiles)[order])
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tiles: torch.Tensor,
+    *,
+    window: int | None = None,
+    gate: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    config: PrefillConfig | None = None,
+) -> torch.Tensor:
+    """Attention of the rows that `tiles` (of `prefill_tiles`, on the device) name: q `[T, heads, head_dim]` -> `[T, heads * head_dim]`.
+
+    Arguments as of `paged_decode`. Rows of spans that have no tile are left as they are in `out`.
+    """
+    rows, heads, head_dim = q.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    check_attention(q, k_cache, v_cache, block_tables, gate)
+    if tiles.dtype != torch.int32 or not tiles.is_contiguous():
+        raise ValueError(f"tiles {tuple(tiles.shape)} of {tiles.dtype}; they are contiguous int32")
+    if out is None:
+        out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
+    if tiles.shape[0] == 0:
+        return out
+    config = config or default_prefill_config(head_dim)
+    group = heads // kv_heads
+    _prefill_kernel[(tiles.shape[0] * kv_heads,)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        query_start,
+        seq_lens,
+        tiles,
+        gate,
+        out,
+        block_tables.stride(0),
+        0 if gate is None else gate.stride(0),
+        math.log2(math.e) / math.sqrt(head_dim),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        ROWS=config.tile_rows(group),
+        GROUP_POW2=triton.next_power_of_2(group),
+        TILE=config.tile,
+        WINDOW=window or 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return out
+
+
+@triton.jit
+def _attend(
+    summed,
+    top,
+    total,
+    queries,
+    position,
+    begin,
+    end,
+    length,
+    k_cache,
+    v_cache,
+    table,
+    scale,
+    STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Pass over positions `begin .. end - 1`, TILE at a time; unmasked ones are seen by every row, and whole tiles of them exist."""
+    at = tl.arange(0, HEAD_DIM)
+    for start in range(begin, end, TILE):
+        key = start + tl.arange(0, TILE)
+        if MASKED:
+            live = key < length
+            block = tl.load(table + key // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
+        place = (block * BLOCK_SIZE + key % BLOCK_SIZE) * STRIDE
+        if MASKED:
+            keys = tl.load(k_cache + place[:, None] + at[None, :], mask=live[:, None], other=0.0)
+        else:
+            keys = tl.load(k_cache + place[:, None] + at[None, :])
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        if MASKED:
+            seen = live[None, :] & (key[None, :] <= position[:, None])
+            if WINDOW > 0:
+                seen &= key[None, :] > position[:, None] - WINDOW
+            scores = tl.where(seen, scores, -1e30)
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        weight = tl.exp2(scores * scale - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(weight, 1)
+        summed = summed * fade[:, None]
+        if MASKED:
+            values = tl.load(v_cache + place[:, None] + at[None, :], mask=live[:, None], other=0.0)
+        else:
+            values = tl.load(v_cache + place[:, None] + at[None, :])
+        summed = tl.dot(weight.to(values.dtype), values, summed, input_precision=PRECISION)
+        top = higher
+    return summed, top, total
+
+
+@triton.jit
+def _prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    query_start,
+    seq_lens,
+    tiles,
+    gate,
+    out,
+    table_stride,
+    gate_stride,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP_POW2: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
+    index, kv = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    span = tl.load(tiles + 2 * index)
+    first = tl.load(tiles + 2 * index + 1)
+    row = tl.load(query_start + span)
+    count = tl.load(query_start + span + 1) - row
+    length = tl.load(seq_lens + span)
+    packed = tl.arange(0, ROWS * GROUP_POW2)
+    mine, member = first + packed // GROUP_POW2, packed % GROUP_POW2
+    real = (mine < count) & (member < GROUP)
+    at = tl.arange(0, HEAD_DIM)
+    out_row = (row + mine).to(tl.int64)[:, None]
+    element = (kv * GROUP + member)[:, None] * HEAD_DIM + at[None, :]
+    queries = tl.load(q + out_row * (HEADS * HEAD_DIM) + element, mask=real[:, None], other=0.0)
+    # Rows past the span's end see what its last row sees, and are not stored.
+    position = length - count + tl.minimum(mine, count - 1)
+    low, high = length - count + first, tl.minimum(length - count + first + ROWS, length)
+    k_cache += kv * HEAD_DIM
+    v_cache += kv * HEAD_DIM
+    table = block_tables + span.to(tl.int64) * table_stride
+    top = tl.full([ROWS * GROUP_POW2], -1e30, tl.float32)
+    total = tl.zeros([ROWS * GROUP_POW2], tl.float32)
+    summed = tl.zeros([ROWS * GROUP_POW2, HEAD_DIM], tl.float32)
+    # Every row sees positions `everywhere .. whole - 1`; the tiles before and after hold edges.
+    begin = 0
+    everywhere = 0
+    whole = (low + 1) // TILE * TILE
+    if WINDOW > 0:
+        begin = tl.maximum(low - WINDOW + 1, 0) // TILE * TILE
+        everywhere = tl.cdiv(tl.maximum(high - WINDOW, 0), TILE) * TILE
+        whole = tl.maximum(whole, everywhere)
+        if everywhere > begin:
+            summed, top, total = _attend(
+                summed, top, total, queries, position, begin, tl.minimum(everywhere, high), length,
+                k_cache, v_cache, table, scale, STRIDE, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, True, PRECISION,
+            )  # fmt: skip
+    summed, top, total = _attend(
+        summed, top, total, queries, position, everywhere, whole, length,
+        k_cache, v_cache, table, scale, STRIDE, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, False, PRECISION,
+    )  # fmt: skip
+    summed, top, total = _attend(
+        summed, top, total, queries, position, whole, high, length,
+        k_cache, v_cache, table, scale, STRIDE, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, True, PRECISION,
+    )  # fmt: skip
+    result = summed / total[:, None]
+    if gate is not None:
+        opened = tl.load(gate + out_row * gate_stride + element, mask=real[:, None], other=0.0)
+        result *= tl.sigmoid(opened.to(tl.float32))
+    tl.store(out + out_row * (HEADS * HEAD_DIM) + element, result.to(out.dtype.element_ty), mask=real[:, None])
