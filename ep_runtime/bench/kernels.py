@@ -49,8 +49,8 @@ def main() -> int:
 def prepare(jobs: int) -> list[dict[str, Any]]:
     """Check all kernels, and compile all candidates into the compiler's cache, in `jobs` processes. Rows of the checks."""
     with _executor(jobs) as pool:
-        checking = [(shape, pool.submit(check_shape, shape)) for shape in SHAPES]
-        checking += [(shape, pool.submit(check_router, shape)) for shape in ROUTERS]
+        checking: list[tuple[object, Future[list[dict[str, Any]]]]] = [(shape, pool.submit(check_shape, shape)) for shape in SHAPES]
+        checking += [(router, pool.submit(check_router, router)) for router in ROUTERS]
         compiling = [("compilation", pool.submit(compile_share, (at, jobs))) for at in range(jobs)]
         failures = [_result(*each) for each in compiling]
         rows = [_result(*each) or [{"what": each[0], "good": False}] for each in checking]
@@ -66,7 +66,7 @@ def prepare(jobs: int) -> list[dict[str, Any]]:
 def time_all(models: list[str], rows: list[int]) -> list[Any]:
     """The router's times, then those of every model that could be timed, one process after the other."""
     with _executor(1) as pool:
-        waiting = [("router", pool.submit(kernel_experts.time_router))]
+        waiting: list[tuple[str, Future[Any]]] = [("router", pool.submit(kernel_experts.time_router))]
         waiting += [(key, pool.submit(kernel_experts.time_model, key, rows)) for key in models]
         router, *timed = (_result(*each) for each in waiting)
     return [router, *filter(None, timed)]

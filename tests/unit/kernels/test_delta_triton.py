@@ -1,0 +1,60 @@
+"""Gated DeltaNet's kernels in the interpreter against its formulas in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.delta_decode_triton import DeltaDecodeConfig, DeltaWeights, delta_decode
+from tests.unit.kernels.delta_cases import DeltaCase
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    return float((got.double() - expected).norm()) <= tolerance * float(expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "key_dim", "value_dim", "taps", "tile", "dtype"),
+    [
+        (1, 1, 16, 16, 4, 16, torch.float32),
+        (1, 3, 16, 32, 4, 16, torch.float32),
+        (3, 6, 32, 16, 2, 8, torch.float16),
+        (2, 4, 16, 16, 3, 4, torch.float32),
+    ],
+)
+def test_decode(
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int, taps: int, tile: int, dtype: torch.dtype
+) -> None:
+    """Some rows of a batch, in any order of slots, one of them idle; other slots and rows stay as they are."""
+    case = DeltaCase(key_heads, value_heads, key_dim, value_dim, taps, slots=5, dtype=dtype)
+    projected = case.projection(6)
+    slots, rows = [3, -1, 0], [5, 2, 1]
+    conv, h = case.conv.clone(), case.h.clone()
+    turns = torch.zeros(3 * key_heads, dtype=torch.int32)
+    out = torch.full((6, value_heads * value_dim), 7.0, dtype=dtype)
+    delta_decode(
+        projected,
+        conv,
+        h,
+        torch.tensor(slots, dtype=torch.int32),
+        DeltaWeights(case.weight, case.a_log, case.dt_bias, case.norm, 1e-3),
+        turns,
+        key_heads=key_heads,
+        rows=torch.tensor(rows),
+        out=out,
+        config=DeltaDecodeConfig(tile=tile),
+    )
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-3
+    for slot, row in zip(slots, rows, strict=True):
+        if slot < 0:
+            assert not out[row].any()
+            continue
+        expected, conv_after, h_after = case.run(projected[row : row + 1], slot, 1e-3)
+        assert close(out[row], expected[0], tolerance)
+        assert torch.equal(conv[slot].double(), conv_after)
+        assert close(h[slot], h_after, tolerance)
+    for slot in (1, 2, 4):
+        assert torch.equal(conv[slot], case.conv[slot])
+        assert torch.equal(h[slot], case.h[slot])
+    assert bool((out[[0, 3, 4]] == 7.0).all())
+    assert not turns.any()
