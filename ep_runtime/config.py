@@ -62,6 +62,9 @@ class RuntimeConfig(BaseModel):
     api_key: str | None = Field(None, min_length=1, description="required as a bearer token by every /v1 request")
     cors_origins: tuple[str, ...] = Field((), description="origins that browsers may call from; none by default")
     chat_template: str | None = Field(None, min_length=1, description="file with a chat template that replaces the model's")
+    generation_config: Literal["auto", "none"] = Field(
+        "auto", description="sampling defaults: auto takes the model's generation_config.json, none OpenAI's"
+    )
     tool_call_parser: str | None = Field(None, min_length=1, description="format of tool calls in the model's text; None: by model")
     reasoning_parser: str | None = Field(None, min_length=1, description="format of reasoning in the model's text; None: by model")
 

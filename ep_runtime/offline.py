@@ -1,16 +1,21 @@
 """Offline use: a model in this process, for scripts and benchmarks. `from ep_runtime import LLM, SamplingParams`.
 
 Under torchrun every rank runs the same script. Rank 0 drives; on the other ranks the constructor serves rank 0's commands until it
-closes its `LLM`, and then ends the process with status 0, so what follows the constructor runs on rank 0 alone.
+closes its `LLM`, at the latest when its script ends, and then ends the process with status 0: what follows the constructor runs on
+rank 0 alone.
 """
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +29,7 @@ from ep_runtime.engine.port import LocalPort
 from ep_runtime.engine.rank import load_rank
 from ep_runtime.engine.sampler import Sampler
 from ep_runtime.engine.setup import scheduler_limits, warm_buckets
+from ep_runtime.frontend.choice import Choice, ChoiceParts
 from ep_runtime.frontend.sampling import derive_seed
 from ep_runtime.frontend.text.detokenizer import IncrementalDetokenizer
 from ep_runtime.frontend.text.stops import StopMatcher
@@ -121,9 +127,8 @@ class LLM:
         listener, epoch_place, self._store = _meet(place, config)
         if place.rank != 0:
             epoch, worker, link = open_worker(rank, epoch_place, lambda: False)
-            worker.run(epoch.slots)
-            link.close()
-            epoch.close()
+            with closing(epoch), closing(link):
+                worker.run(epoch.slots)
             sys.exit(0)
         self.config = config
         self.tokenizer = Tokenizer.load(config.tokenizer or config.model) if _has_tokenizer(config) else None
@@ -131,10 +136,11 @@ class LLM:
         self._epoch, broadcaster, self._links = open_head(rank, epoch_place, listener, lambda: False)
         if listener is not None:
             listener.close()
+        self._ids = itertools.count()
         self._port = LocalPort(self._take)
         limits = scheduler_limits(rank, self._epoch.limits)
         self.max_model_len = limits.max_model_len
-        self._max_queue = limits.max_queue
+        self._most_alive = limits.max_slots + limits.max_queue
         self._scheduler = Scheduler(limits)
         self.head = Head(
             broadcaster=broadcaster,
@@ -146,7 +152,8 @@ class LLM:
         )
         self.head.warm(warm_buckets(rank))
         self._collectors: dict[str, _Collector] = {}
-        self._closed = False
+        self._closed = self._broken = False
+        self._at_exit = _close_at_exit(self)
 
     def __enter__(self) -> Self:
         return self
@@ -159,23 +166,37 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run all prompts (text or token ids) and return their outputs in order.
 
+        An exception that cuts it short in the middle, an interrupt among them, leaves an `LLM` that can only be closed: the ranks
+        may have been in a command.
+
         Raises:
             ValueError: a prompt is empty, too long, or text without a tokenizer; the message names its place.
+            RuntimeError: the `LLM` is closed, or an earlier call was cut short.
         """
+        if self._closed or self._broken:
+            raise RuntimeError("this LLM is closed" if self._closed else "an earlier call was cut short; make a new LLM")
         batch: list[Prompt] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
         chosen = params if params is not None else SamplingParams()
         each = [chosen] * len(batch) if isinstance(chosen, SamplingParams) else list(chosen)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts, but {len(each)} sampling parameters")
+        unserved = [number for number, params in enumerate(each) if params.n < 1]
+        if unserved:
+            raise ValueError(f"prompt {unserved[0]} asks for n = {each[unserved[0]].n} samples")
         outputs = [self._open(number, prompt) for number, prompt in enumerate(batch)]
+        groups = [f"prompt-{next(self._ids)}" for _ in outputs]
         pending = [(number, sample, params) for number, params in enumerate(each) for sample in range(params.n)]
         seeds = [secrets.randbits(63) if p.seed is None else p.seed for p in each]
         pending.reverse()
-        while pending or self._collectors:
-            while pending and len(self._collectors) < self._max_queue:
-                number, sample, sampling = pending.pop()
-                self._submit(outputs[number], number, sample, sampling, seeds[number])
-            self.head.turn(idle_wait_s=0.0)
+        try:
+            while pending or self._collectors:
+                while pending and len(self._collectors) < self._most_alive:
+                    number, sample, sampling = pending.pop()
+                    self._submit(outputs[number], groups[number], sample, sampling, seeds[number])
+                self.head.turn(idle_wait_s=0.0)
+        except BaseException:
+            self._broken = True
+            raise
         return outputs
 
     def close(self) -> None:
@@ -183,10 +204,14 @@ class LLM:
         if self._closed:
             return
         self._closed = True
-        self.head.shutdown()
-        self._links.close()
-        self._epoch.close()
-        self._rank.loaded.close()
+        atexit.unregister(self._at_exit)
+        self._collectors.clear()
+        with ExitStack() as stack:
+            stack.callback(self._rank.loaded.close)
+            stack.callback(self._epoch.close)
+            stack.callback(self._links.close)
+            if not self._broken:
+                self.head.shutdown()
 
     def _open(self, number: int, prompt: Prompt) -> RequestOutput:
         if isinstance(prompt, str):
@@ -199,14 +224,14 @@ class LLM:
             raise ValueError(f"prompt {number} has {len(ids)} tokens; 1 to {self.max_model_len - 1} fit max_model_len")
         return RequestOutput(prompt=prompt if isinstance(prompt, str) else None, prompt_token_ids=ids, outputs=[])
 
-    def _submit(self, output: RequestOutput, number: int, sample: int, params: SamplingParams, seed: int) -> None:
+    def _submit(self, output: RequestOutput, group: str, sample: int, params: SamplingParams, seed: int) -> None:
         completion = Completion(index=sample)
         output.outputs.append(completion)
-        request_id = f"{number}-{sample}"
+        request_id = f"sample-{next(self._ids)}"
         ids = output.prompt_token_ids
         self._collectors[request_id] = _Collector(output, completion, params, self.tokenizer)
         sampling = params.for_sample(seed, sample, self.max_model_len - len(ids))
-        self._port.send(Submit(request_id=request_id, group=str(number), prompt=ids, sampling=sampling))
+        self._port.send(Submit(request_id=request_id, group=group, prompt=ids, sampling=sampling))
 
     def _take(self, results: Results) -> None:
         for update in results.updates:
@@ -220,44 +245,64 @@ class LLM:
 
 
 class _Collector:
-    """Gathers one sample's updates, and sees its stop strings."""
+    """Gathers one sample's updates; its text goes the way of a served answer, stop strings included."""
 
     def __init__(self, output: RequestOutput, completion: Completion, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self._output = output
         self._completion = completion
-        self._stops = StopMatcher(list(params.stop), params.include_stop_str_in_output)
-        self._detokenizer = None
+        detokenizer: IncrementalDetokenizer = _NoText()
         if tokenizer is not None:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, output.prompt_token_ids[-8:], params.skip_special_tokens)
+            detokenizer = IncrementalDetokenizer(tokenizer, output.prompt_token_ids[-8:], params.skip_special_tokens)
+        parts = ChoiceParts(
+            detokenizer=detokenizer,
+            stops=StopMatcher(list(params.stop), params.include_stop_str_in_output),
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        self._choice = Choice(completion.index, parts)
 
     def take(self, update: SequenceUpdate) -> bool:
         """Add an update; True when the sample is over, by its own end or by a stop string."""
         completion = self._completion
-        completion.token_ids += update.tokens
-        completion.logprobs += update.logprobs or []
         if completion.index == 0:
             self._output.prompt_logprobs += update.prompt_logprobs or []
             self._output.cached_tokens += update.cached
-        matched = self._add_text(update)
-        if matched is not None:
-            completion.finish_reason, completion.stop_reason = "stop", matched
-            return True
-        if update.finish is None:
+        delta = self._choice.push(update)
+        completion.text += delta.content
+        completion.token_ids += delta.token_ids
+        completion.logprobs += delta.logprobs
+        if delta.finish is None:
             return False
-        completion.finish_reason, completion.error = update.finish, update.error
-        completion.stop_reason = update.stop_token
+        completion.finish_reason, completion.stop_reason, completion.error = delta.finish, delta.stop_reason, update.error
         return True
 
-    def _add_text(self, update: SequenceUpdate) -> str | None:
-        if self._detokenizer is None:
-            return None
-        visible = update.tokens[:-1] if update.stop_token is not None else update.tokens
-        text = self._detokenizer.push(visible) + (self._detokenizer.finish() if update.finish is not None else "")
-        emitted, matched = self._stops.push(text)
-        self._completion.text += emitted
-        if update.finish is not None and matched is None:
-            self._completion.text += self._stops.finish()
-        return matched
+
+class _NoText(IncrementalDetokenizer):
+    """For a model folder without a tokenizer: token ids alone."""
+
+    def __init__(self) -> None:
+        """There is no text to be in the middle of."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """No text."""
+        return ""
+
+    def finish(self) -> str:
+        """No text."""
+        return ""
+
+
+def _close_at_exit(llm: LLM) -> Callable[[], None]:
+    """Have `llm` closed when the script ends without having done so, for the other ranks' sake; without keeping it alive."""
+    reference = weakref.ref(llm)
+
+    def close() -> None:
+        living = reference()
+        if living is not None:
+            living.close()
+
+    atexit.register(close)
+    return close
 
 
 @dataclass(frozen=True, slots=True)

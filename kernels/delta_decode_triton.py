@@ -1,9 +1,9 @@
 """One token of each of many sequences through Gated DeltaNet on the GPU, in one kernel, on the slot-indexed pools.
-
-From the fused projection to the input of the output projection: convolution, unit queries and keys, gates, the delta rule and the
-gated norm; the same functions as `kernels.causal_conv`, `kernels.gated_delta` and `kernels.rms_norm`, which are the specification,
-with float32 arithmetic throughout. A program takes some columns of one value head's state, which is read and written once. Whichever
-program of a key head's group ends last moves the shared inputs of the convolution on and normalises the outputs.
+ From the fused projection to the input of the output projection: convolution, unit queries and keys, gates, the delta rule and
+the gated norm; the same functions as `kernels.causal_conv`, `kernels.gated_delta` and `kernels.rms_norm`, which are the
+specification, with float32 arithmetic throughout. A program takes some columns of one value head's state, which is read and
+written once. Whichever program of a key head's group ends last moves the shared inputs of the convolution on and normalises the
+outputs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -57,18 +57,17 @@ def delta_decode(
     pdl: bool = False,
 ) -> torch.Tensor:
     """`[T, value_heads * value_dim]`, normed and gated, of rows `projected [T, channels + value width + 2 value_heads]`.
-
-    The projection holds the convolution's channels (queries, keys, values), z, beta and decay inputs, in this order. Pools
-    `conv_state [max_slots, channels, kernel - 1]` and `h [max_slots, value_heads, key_dim, value_dim]` float32 are updated in place for
-    `slots` [n] int32, all different; a negative slot is idle: its row becomes zeros. Entry i is row i, or `rows[i]`; other rows are
-    left as they are in `out`. `turns` int32 holds a zero for each (entry, key head), before and after. With `pdl` the kernel before
-    this one in the stream must not write `h` or `slots`.
+     The projection holds the convolution's channels (queries, keys, values), z, beta and decay inputs, in this order. Pools
+    `conv_state [max_slots, channels, kernel - 1]` and `h [max_slots, value_heads, key_dim, value_dim]` float32 are updated in place
+    for `slots` [n] int32, all different; a negative slot is idle: its row becomes zeros. Entry i is row i, or `rows[i]`; other rows
+    are left as they are in `out`. `turns` int32 holds a zero for each (entry, key head), before and after. With `pdl` the kernel
+    before this one in the stream must not write `h` or `slots`.
     """
     value_heads, key_dim, value_dim = h.shape[1:]
     channels = conv_state.shape[1]
     count = slots.shape[0]
     width = value_heads * value_dim
-    _check(projected, conv_state, h, weights, key_heads)
+    check_delta(projected, conv_state, h, weights, key_heads)
     if turns.numel() < count * key_heads:
         raise ValueError(f"{turns.numel()} turns for {count} entries of {key_heads} heads")
     if out is None:
@@ -109,12 +108,15 @@ def delta_decode(
     return out
 
 
-def _check(projected: torch.Tensor, conv_state: torch.Tensor, h: torch.Tensor, weights: DeltaWeights, key_heads: int) -> None:
+def check_delta(projected: torch.Tensor, conv_state: torch.Tensor, h: torch.Tensor, weights: DeltaWeights, key_heads: int) -> None:
+    """Raise ValueError for layouts that the Gated DeltaNet kernels do not take."""
     value_heads, key_dim, value_dim = h.shape[1:]
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     taps = weights.conv.shape[1]
     if projected.shape[1] != channels + value_heads * value_dim + 2 * value_heads or value_heads % key_heads:
-        raise ValueError(f"a projection of {projected.shape[1]} for {key_heads} and {value_heads} heads of {key_dim} and {value_dim}")
+        raise ValueError(
+            f"a projection of {projected.shape[1]} for {key_heads} and {value_heads} heads of {key_dim} and {value_dim}"
+        )
     if conv_state.shape[1:] != (channels, taps - 1) or weights.conv.shape[0] != channels:
         raise ValueError(f"a convolution state {tuple(conv_state.shape)} for {channels} channels and {taps} taps")
     if any(size != triton.next_power_of_2(size) for size in (key_dim, value_dim)) or h.dtype != torch.float32:
@@ -186,7 +188,7 @@ def _delta_decode_kernel(
     element = tl.arange(0, KEY_DIM)
     cell = (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + element[:, None] * VALUE_DIM + column[None, :]
     # The kernel before does not write states, so that their loads start before it ends.
-    state = tl.load(h + cell, mask=(slot >= 0) & (column[None, :] >= 0), other=0.0)
+    state = tl.load(h + cell, mask=column[None, :] < tl.where(slot >= 0, VALUE_DIM, 0), other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -220,11 +222,11 @@ def _delta_decode_kernel(
     turn = turns + entry * KEY_HEADS + key_head
     if tl.atomic_add(turn, 1, sem="acq_rel") == GROUP * (VALUE_DIM // TILE) - 1:
         tl.store(turn, 0)
-        q_after, q_target, exists = _moved_on(x, carried, q_channel, TAPS, TAPS_POW2)
-        k_after, k_target, exists = _moved_on(x, carried, k_channel, TAPS, TAPS_POW2)
+        q_after, q_target, carries = _moved_on(x, carried, q_channel, TAPS, TAPS_POW2)
+        k_after, k_target, carries = _moved_on(x, carried, k_channel, TAPS, TAPS_POW2)
         tl.debug_barrier()
-        tl.store(q_target, q_after, mask=exists)
-        tl.store(k_target, k_after, mask=exists)
+        tl.store(q_target, q_after, mask=carries)
+        tl.store(k_target, k_after, mask=carries)
         member = tl.arange(0, GROUP_POW2)[:, None]
         here = member < GROUP
         at = tl.arange(0, VALUE_DIM)[None, :]

@@ -62,7 +62,7 @@ def default_config(rows: int, top_k: int, held: int) -> ExpertsConfig:
         return ExpertsConfig(
             form="paired",
             gate_up=Tile(block_n=8, block_k=512, warps=4, stages=1),
-            down=Tile(block_n=8, block_k=256, warps=4, stages=4),
+            down=Tile(block_n=2, block_k=256, warps=4, stages=1),
         )
     share = rows * top_k / max(held, 1)
     if share <= 12:

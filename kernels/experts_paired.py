@@ -15,6 +15,9 @@ import triton.language as tl
 
 from kernels.experts_config import Tile
 
+UNROLLED = 4
+"""Steps of the loop over H that are unrolled where it is not pipelined through shared memory, so that their loads overlap."""
+
 
 def gate_up_paired(
     x: torch.Tensor, experts: torch.Tensor, local: torch.Tensor, gate_up: torch.Tensor, tile: Tile, *, pdl: bool
@@ -35,6 +38,7 @@ def gate_up_paired(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         STAGES=tile.stages,
+        UNROLL=UNROLLED if tile.stages == 1 else 1,
         EVEN_K=x.shape[1] % tile.block_k == 0,
         PDL=pdl,
         num_warps=tile.warps,
@@ -54,7 +58,7 @@ def down_paired(
     *,
     pdl: bool,
 ) -> None:
-    """The weighted sums of every row over its choices, in their order, into out `[T, H]`."""
+    """The weighted sums of every row over its choices, always added in one order, into out `[T, H]`. `tile.stages` is unused."""
     rows, top_k = experts.shape
     hidden, width = down.shape[1:]
     _down_paired_kernel[(rows * triton.cdiv(hidden, tile.block_n),)](
@@ -67,10 +71,10 @@ def down_paired(
         hidden,
         width,
         TOP_K=top_k,
+        TOP_K_POW2=triton.next_power_of_2(top_k),
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         K_TILES=triton.cdiv(width, tile.block_k),
-        STAGES=tile.stages,
         EVEN_K=width % tile.block_k == 0,
         PDL=pdl,
         num_warps=tile.warps,
@@ -92,6 +96,7 @@ def _gate_up_paired_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -110,7 +115,7 @@ def _gate_up_paired_kernel(
     live = (unit < units)[:, None]
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, hidden, BLOCK_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
         k = start + at
         if EVEN_K:
             part = tl.load(row + k).to(tl.float32)[None, :]
@@ -135,32 +140,37 @@ def _down_paired_kernel(
     hidden,
     width,
     TOP_K: tl.constexpr,
+    TOP_K_POW2: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     K_TILES: tl.constexpr,
-    STAGES: tl.constexpr,
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tiles = tl.cdiv(hidden, BLOCK_N)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = tl.arange(0, BLOCK_K)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for step in tl.range(0, TOP_K * K_TILES, num_stages=STAGES):
-        pair = row * TOP_K + step // K_TILES
-        k = step % K_TILES * BLOCK_K + at
-        expert = tl.load(local + tl.load(experts + pair)).to(tl.int64)
-        # A foreign expert's tile is empty: nothing is read.
-        depth = tl.where(expert >= 0, width, 0)
-        part = tl.load(units + pair * width + k, mask=k < depth, other=0.0) * tl.load(weights + pair)
-        w_at = down + (expert * hidden + column[:, None]) * width + k[None, :]
-        if EVEN_K:
-            w = tl.load(w_at, mask=(column < tl.where(expert >= 0, hidden, 0))[:, None], other=0.0)
-        else:
-            w = tl.load(w_at, mask=(column < hidden)[:, None] & (k < depth)[None, :], other=0.0)
-        total += w.to(tl.float32) * part[None, :]
-    tl.store(out + row * hidden + column, tl.sum(total, 1).to(out.dtype.element_ty), mask=column < hidden)
+    pair = row * TOP_K + tl.arange(0, TOP_K_POW2)
+    live = tl.arange(0, TOP_K_POW2) < TOP_K
+    # The choices are a dimension of the tile: all their weights are asked for at once, and nothing is read for foreign ones.
+    expert = tl.load(local + tl.load(experts + pair, mask=live, other=0), mask=live, other=-1).to(tl.int64)
+    held = (expert >= 0)[:, None]
+    weight = tl.load(weights + pair, mask=live, other=0.0)[:, None]
+    line = down + (expert[:, None] * hidden + column[None, :]) * width
+    line_held = held & (column < hidden)[None, :]
+    total = tl.zeros([TOP_K_POW2, BLOCK_N, BLOCK_K], tl.float32)
+    for tile in tl.static_range(K_TILES):
+        k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = line_held[:, :, None]
+        if not EVEN_K:
+            mask = mask & (k < width)[None, None, :]
+        w = tl.load(line[:, :, None] + k[None, None, :], mask=mask, other=0.0)
+        if PDL and tile == 0:
+            # The first weights are on their way while the kernel before this one ends. It let this one start only after it had
+            # waited for the router's, so choices and their weights are complete; its own output is complete from here on.
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        part = tl.load(units + pair[:, None] * width + k[None, :], mask=held & (k < width)[None, :], other=0.0) * weight
+        total += w.to(tl.float32) * part[:, None, :]
+    sums = tl.sum(tl.sum(total, 2), 0)
+    tl.store(out + row * hidden + column, sums.to(out.dtype.element_ty), mask=column < hidden)

@@ -60,9 +60,9 @@ def paged_decode(
     """Attention of the last rows of sequences: q `[T, heads, head_dim]` -> `[T, heads * head_dim]` in q's dtype.
 
     Row s is span s's unless `query_start [S + 1]` says which rows are (at most `max_rows` of each); `spans` [n] names the spans to
-    take, every one when None. block_tables `[S, B]` int32, seq_lens `[S]` int32; `max_seq` bounds them on the host. A span of length 0
-    is idle: it reads no cache and its row becomes zeros. Caches `[N, P, kv_heads, head_dim]`, P a multiple of 16. `gate` `[T, heads *
-    head_dim]` (rows may be strided): the output is multiplied by its sigmoid. Rows of other spans are left as they are in `out`.
+    take, every one when None. block_tables `[S, B]` int32, seq_lens `[S]` int32; `max_seq` bounds them on the host. A span of length
+    0 is idle: it reads no cache and its row becomes zeros. Caches `[N, P, kv_heads, head_dim]`, P a multiple of 16. `gate` `[T, heads
+    * head_dim]` (rows may be strided): the output is multiplied by its sigmoid. Rows of other spans are left as they are in `out`.
     `turns` int32, one zero for each (span, key/value head), zero again afterwards, saves the second launch.
     """
     rows, heads, head_dim = q.shape
@@ -92,7 +92,6 @@ def paged_decode(
         "MAX_ROWS": max_rows,
         "PACKED": packed,
         "TILE": config.tile,
-        "SPLITS": splits,
         "WINDOW": window or 0,
         "PDL": pdl,
     }
@@ -113,7 +112,9 @@ def paged_decode(
         turns if splits > 1 else None,
         block_tables.stride(0),
         gate_stride,
+        splits,
         math.log2(math.e) / math.sqrt(head_dim),
+        SPLIT=splits > 1,
         BLOCK_SIZE=block_size,
         IN_TURN=combined,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
@@ -132,6 +133,7 @@ def paged_decode(
             partial,
             stats,
             gate_stride,
+            splits,
             SPLITS_POW2=triton.next_power_of_2(splits),
             **shape,
             num_warps=min(4, max(1, triton.next_power_of_2(splits) * head_dim // 1024)),
@@ -175,9 +177,9 @@ def _span(index, seq_lens, query_start, spans, MAX_ROWS: tl.constexpr, WINDOW: t
 
 
 @triton.jit
-def _share(length, low, TILE: tl.constexpr, SPLITS: tl.constexpr):
+def _share(length, low, splits, TILE: tl.constexpr):
     """Positions of one part, a multiple of TILE, and how many parts are not empty."""
-    share = tl.maximum(tl.cdiv(tl.cdiv(length - low, TILE), SPLITS) * TILE, TILE)
+    share = tl.maximum(tl.cdiv(tl.cdiv(length - low, TILE), splits) * TILE, TILE)
     return share, tl.cdiv(length - low, share)
 
 
@@ -189,7 +191,7 @@ def _store_out(out, gate, value, row, element, here, gate_stride, WIDTH: tl.cons
     tl.store(out + row * WIDTH + element, value.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _decode_kernel(
     q,
     k_cache,
@@ -205,6 +207,7 @@ def _decode_kernel(
     turns,
     table_stride,
     gate_stride,
+    splits,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -213,7 +216,7 @@ def _decode_kernel(
     MAX_ROWS: tl.constexpr,
     PACKED: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     IN_TURN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -225,7 +228,7 @@ def _decode_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     span, length, row, count, low = _span(index, seq_lens, query_start, spans, MAX_ROWS, WINDOW)
-    share, used = _share(length, low, TILE, SPLITS)
+    share, used = _share(length, low, splits, TILE)
     packed = tl.arange(0, PACKED)
     at = tl.arange(0, HEAD_DIM)
     mine = packed // GROUP
@@ -265,37 +268,46 @@ def _decode_kernel(
         values = tl.load(v_cache + where[:, None] + at[None, :], mask=live[:, None], other=0.0)
         summed = tl.dot(weight.to(values.dtype), values, summed * fade[:, None], input_precision=PRECISION)
         top = higher
-    if (SPLITS == 1) or ((used == 1) & IN_TURN):
+    if not SPLIT:
+        _store_out(out, gate, summed / total[:, None], out_row, element, real[:, None], gate_stride, HEADS * HEAD_DIM)
+    elif (used == 1) & IN_TURN:
         _store_out(out, gate, summed / total[:, None], out_row, element, real[:, None], gate_stride, HEADS * HEAD_DIM)
     else:
         head = index * KV_HEADS + kv
-        partial += head.to(tl.int64) * (SPLITS * PACKED * HEAD_DIM)
-        stats += head.to(tl.int64) * (2 * SPLITS * PACKED)
+        partial += head.to(tl.int64) * splits * (PACKED * HEAD_DIM)
+        stats += head.to(tl.int64) * splits * (2 * PACKED)
         cell = packed[:, None] * HEAD_DIM + at[None, :]
         tl.store(partial + split * (PACKED * HEAD_DIM) + cell, summed, mask=real[:, None])
         tl.store(stats + split * PACKED + packed, top, mask=real)
-        tl.store(stats + (SPLITS + split) * PACKED + packed, total, mask=real)
+        tl.store(stats + (splits + split) * PACKED + packed, total, mask=real)
         if IN_TURN:
             tl.debug_barrier()
             if tl.atomic_add(turns + head, 1, sem="acq_rel") == used - 1:
                 tl.store(turns + head, 0)
-                top = tl.full([PACKED], -1e30, tl.float32)
-                total = tl.zeros([PACKED], tl.float32)
-                summed = tl.zeros([PACKED, HEAD_DIM], tl.float32)
-                for part in tl.range(0, used, loop_unroll_factor=4):
-                    theirs = tl.load(stats + part * PACKED + packed, mask=real, other=-1e30, cache_modifier=".cg")
-                    weight = tl.load(stats + (SPLITS + part) * PACKED + packed, mask=real, other=0.0, cache_modifier=".cg")
-                    value = tl.load(partial + part * (PACKED * HEAD_DIM) + cell, mask=real[:, None], other=0.0, cache_modifier=".cg")
-                    higher = tl.maximum(top, theirs)
-                    fade, gain = tl.exp2(top - higher), tl.exp2(theirs - higher)
-                    total = total * fade + weight * gain
-                    summed = summed * fade[:, None] + value * gain[:, None]
-                    top = higher
-                total = tl.where(real, total, 1.0)
+                summed, total = _combined(partial, stats, cell, packed, real, used, splits, PACKED, HEAD_DIM)
                 _store_out(out, gate, summed / total[:, None], out_row, element, real[:, None], gate_stride, HEADS * HEAD_DIM)
 
 
 @triton.jit
+def _combined(partial, stats, cell, packed, real, used, splits, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The parts of one head together, in their order; rows that are not real weigh 1."""
+    top = tl.full([PACKED], -1e30, tl.float32)
+    total = tl.zeros([PACKED], tl.float32)
+    summed = tl.zeros([PACKED, HEAD_DIM], tl.float32)
+    for part in tl.range(0, used, loop_unroll_factor=4):
+        theirs = tl.load(stats + part * PACKED + packed, mask=real, other=-1e30, cache_modifier=".cg")
+        weight = tl.load(stats + (splits + part) * PACKED + packed, mask=real, other=0.0, cache_modifier=".cg")
+        theirs_at = partial + part * (PACKED * HEAD_DIM) + cell
+        value = tl.load(theirs_at, mask=real[:, None], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, theirs)
+        fade, gain = tl.exp2(top - higher), tl.exp2(theirs - higher)
+        total = total * fade + weight * gain
+        summed = summed * fade[:, None] + value * gain[:, None]
+        top = higher
+    return summed, tl.where(real, total, 1.0)
+
+
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     seq_lens,
     query_start,
@@ -305,13 +317,13 @@ def _combine_kernel(
     partial,
     stats,
     gate_stride,
+    splits,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     PACKED: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_POW2: tl.constexpr,
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
@@ -321,19 +333,19 @@ def _combine_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    span, length, row, count, low = _span(index, seq_lens, query_start, spans, MAX_ROWS, WINDOW)
-    share, used = _share(length, low, TILE, SPLITS)
+    _, length, row, count, low = _span(index, seq_lens, query_start, spans, MAX_ROWS, WINDOW)
+    _, used = _share(length, low, splits, TILE)
     if (packed // GROUP >= count) | (length <= 0):
         return
     head = (index * KV_HEADS + kv).to(tl.int64)
     part = tl.arange(0, SPLITS_POW2)
     at = tl.arange(0, HEAD_DIM)
     live = part < used
-    stats += head * (2 * SPLITS * PACKED) + packed
+    stats += head * (2 * splits * PACKED) + packed
     top = tl.load(stats + part * PACKED, mask=live, other=-1e30)
-    total = tl.load(stats + (SPLITS + part) * PACKED, mask=live, other=0.0)
+    total = tl.load(stats + (splits + part) * PACKED, mask=live, other=0.0)
     value = tl.load(
-        partial + ((head * SPLITS + part[:, None]) * PACKED + packed) * HEAD_DIM + at[None, :], mask=live[:, None], other=0.0
+        partial + ((head * splits + part[:, None]) * PACKED + packed) * HEAD_DIM + at[None, :], mask=live[:, None], other=0.0
     )
     gain = tl.exp2(top - tl.max(top, 0))
     result = tl.sum(value * gain[:, None], 0) / tl.sum(total * gain, 0)

@@ -1,8 +1,7 @@
 """Paged attention on the GPU for pieces of prompts: the rows of all spans of a batch in one launch.
-
-The same function as `kernels.paged_attention.piece_attention`, which is the specification. A program takes a tile of rows of one span
-for all query heads of a key/value head, and passes over the keys that its rows see with a running softmax (FlashAttention-2, arXiv
-2307.08691). Only tiles of keys at the edge of what is seen are masked.
+ The same function as `kernels.paged_attention.piece_attention`, which is the specification. A program takes a tile of rows of one
+span for all query heads of a key/value head, and passes over the keys that its rows see with a running softmax (FlashAttention-2,
+arXiv 2307.08691). Only tiles of keys at the edge of what is seen are masked.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -70,9 +69,9 @@ def paged_prefill(
     out: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
-    """Attention of the rows that `tiles` (of `prefill_tiles`, on the device) name: q `[T, heads, head_dim]` -> `[T, heads * head_dim]`.
+    """Attention of the rows that `tiles` name, q `[T, heads, head_dim]` -> `[T, heads * head_dim]`.
 
-    Arguments as of `paged_decode`. Rows of spans that have no tile are left as they are in `out`.
+    `tiles` is what `prefill_tiles` gave for the config's `tile_rows`, on the device. Other arguments as of `paged_decode`. Rows of spans that have no tile are left as they are in `out`.
     """
     rows, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
@@ -135,7 +134,7 @@ def _attend(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Pass over positions `begin .. end - 1`, TILE at a time; unmasked ones are seen by every row, and whole tiles of them exist."""
+    """Pass over positions `begin .. end - 1`, TILE at a time; unmasked ones are seen by every row, in whole tiles."""
     at = tl.arange(0, HEAD_DIM)
     for start in range(begin, end, TILE):
         key = start + tl.arange(0, TILE)

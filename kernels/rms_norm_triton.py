@@ -16,9 +16,7 @@ WIDEST = 65536
 """Most elements of a row: a row lives in the registers of one program."""
 
 
-def norm_rows(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False, pdl: bool = False
-) -> torch.Tensor:
+def norm_rows(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False, pdl: bool = False) -> torch.Tensor:
     """RMSNorm of rows x `[T, width]` (rows may be strided) with weight `[width]` -> contiguous `[T, width]` of x's dtype."""
     return _launch(x, None, None, None, weight, eps, zero_centered, pdl)
 

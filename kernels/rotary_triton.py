@@ -18,8 +18,8 @@ def rotary_cos_sin(
     positions: torch.Tensor, inv_freq: torch.Tensor, scale: float, parts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 cosines and sines `[T, rotary_dim / 2]` times `scale`, once a forward for all its layers.
-
-    positions `[T]`, or `[3, T]` with `parts [rotary_dim / 2]`, the part that each frequency follows; inv_freq `[rotary_dim / 2]` float32.
+     positions `[T]`, or `[3, T]` with `parts [rotary_dim / 2]`, the part that each frequency follows; inv_freq `[rotary_dim / 2]`
+    float32.
     """
     rows, half = positions.shape[-1], inv_freq.shape[0]
     if positions.dim() == 2 and parts is None:
@@ -115,9 +115,7 @@ def attention_inputs(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _tables_kernel(
-    positions, inv_freq, parts, cos, sin, rows, half, scale, HALF_POW2: tl.constexpr, THREE: tl.constexpr
-):
+def _tables_kernel(positions, inv_freq, parts, cos, sin, rows, half, scale, HALF_POW2: tl.constexpr, THREE: tl.constexpr):
     row = tl.program_id(0)
     at = tl.arange(0, HALF_POW2)
     here = at < half
@@ -216,8 +214,9 @@ def _inputs_kernel(
     if part < q_parts:
         to = q + row * (HEADS * HEAD_DIM)
         _turn_heads(
-            source, to, q_norm, cos, sin, part * BLOCK, HEADS, HEAD_DIM, HALF, HALF_POW2, REST, REST_POW2, BLOCK, eps, NORM, ZERO_CENTERED
-        )
+            source, to, q_norm, cos, sin, part * BLOCK, HEADS, HEAD_DIM,
+            HALF, HALF_POW2, REST, REST_POW2, BLOCK, eps, NORM, ZERO_CENTERED,
+        )  # fmt: skip
     else:
         place = tl.load(places + row) * (KV_HEADS * HEAD_DIM)
         if place >= 0:
@@ -226,8 +225,9 @@ def _inputs_kernel(
             if part < q_parts + kv_parts:
                 to = k_cache + place
                 _turn_heads(
-                    source, to, k_norm, cos, sin, first, KV_HEADS, HEAD_DIM, HALF, HALF_POW2, REST, REST_POW2, BLOCK, eps, NORM, ZERO_CENTERED
-                )
+            source, to, k_norm, cos, sin, first, KV_HEADS, HEAD_DIM,
+            HALF, HALF_POW2, REST, REST_POW2, BLOCK, eps, NORM, ZERO_CENTERED,
+        )  # fmt: skip
             else:
                 head = first - kv_parts * BLOCK + tl.arange(0, BLOCK)
                 _copy_heads(source + KV_HEADS * HEAD_DIM, v_cache + place, head, KV_HEADS, HEAD_DIM)

@@ -142,6 +142,8 @@ class HeadLinks:
 
     def _ack(self, rank: int, channel: Channel, step: int, vote: bool) -> Ack:
         ack = unpack_ack(channel.take(ACK_SIZE))
+        # A failure that is read here no longer counts: a later one has a second of its own.
+        self._failed_since = None
         expect_step(f"ack of rank {rank}", ack, self._epoch, step)
         if ack.rank != rank:
             raise EpDiverged(f"ack on the link of rank {rank} says rank {ack.rank}")

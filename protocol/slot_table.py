@@ -112,10 +112,16 @@ def apply(change: Change, slots: SlotTable) -> None:
             _take(span.new_blocks, 0, span.slot, slots)
 
 
+def undo(change: Change, slots: SlotTable) -> None:
+    """After an ALLOC or COPY that ran and failed alike on every rank: the slot that it filled is EMPTY again."""
+    if change.filled is not None:
+        _free(change.filled.slot, slots)
+
+
 def poison(command: Body, slots: SlotTable) -> None:
     """After a forward that ran and failed alike on every rank: the state of its slots is unknown, and only FREE is left to them.
 
-    Other commands that fail leave the table as it was.
+    Other commands that fail leave the table as it was: see `undo`.
     """
     if isinstance(command, Forward):
         for span in command.spans:

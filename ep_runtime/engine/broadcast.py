@@ -77,6 +77,10 @@ class Broadcaster:
         self.last_steps = [ack.step for ack in acks]
         raise_outcome(judge(acks))
 
+    def check(self) -> None:
+        """Without waiting: raise `EpLinkLost` if a worker is gone or the epoch is over. For waits inside a command."""
+        self._links.check()
+
     def _count_votes(self, ballot: Ack, step: int, deadline: float) -> bool:
         outcome = judge_votes([ballot, *self._links.collect(step, deadline, vote=True)])
         self._links.send_verdict(step, isinstance(outcome, Ok), deadline)

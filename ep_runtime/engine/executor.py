@@ -16,7 +16,17 @@ from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from protocol.commands import Alloc, Copy, Forward, Wanted, Warm
 from protocol.preamble import RECORD_ROUTING
-from protocol.slots import Change, SequenceState, SlotLimits, SlotTable, apply, prepare, table_digest
+from protocol.slots import (
+    Change,
+    SequenceState,
+    SlotLimits,
+    SlotStatus,
+    SlotTable,
+    apply,
+    check_tokens,
+    prepare,
+    table_digest,
+)
 
 if TYPE_CHECKING:
     from model.base import Model
@@ -56,6 +66,7 @@ class Executor:
         self._device = device
         self._last_tokens = torch.zeros(limits.max_slots, dtype=torch.int64, device=device)
         self._routing_digest = 0
+        self._vocab_size = model.spec().vocab_size
 
     def prepare(self, frame: Frame, slots: SlotTable) -> Change:
         """Validate `frame`'s command against the slot table.
@@ -64,7 +75,10 @@ class Executor:
             EpCommandFailed: it cannot be run; nothing has changed.
             EpDiverged: it does not continue the state that this rank has.
         """
-        return prepare(frame.command, frame.preamble.seq_id, slots, self.limits)
+        change = prepare(frame.command, frame.preamble.seq_id, slots, self.limits)
+        if len(frame.tokens):
+            check_tokens(int(frame.tokens.min()), int(frame.tokens.max()), self._vocab_size)
+        return change
 
     @torch.inference_mode()
     def execute(self, frame: Frame, change: Change, slots: SlotTable, choose: Choose) -> None:
@@ -85,7 +99,8 @@ class Executor:
 
     def digest(self, slots: SlotTable) -> int:
         """A u64 of the slot table, the live recurrent states and the last recorded routing: equal on ranks that agree."""
-        live = [(s.slot, s.length, tuple(s.blocks)) for s in slots if s is not None]
+        # A failed forward leaves its slots' state as each rank had got to: unknown, and not to be compared.
+        live = [(s.slot, s.length, tuple(s.blocks)) for s in slots if s is not None and s.status is SlotStatus.ACTIVE]
         return table_digest(slots) ^ self._state.digest(live) ^ self._routing_digest
 
     def _forward(self, frame: Frame, command: Forward, slots: SlotTable, choose: Choose) -> None:

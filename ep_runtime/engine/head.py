@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 from ep_runtime.engine.broadcast import Broadcaster
 from ep_runtime.engine.pending import PendingStep
 from ep_runtime.engine.requests import RequestTable
+from ep_runtime.engine.sampling.checks import mask_fault, submission_fault
 from ep_runtime.engine.step_sampling import StepSampling
 from ep_runtime.scheduler.core import Plan
+from ep_runtime.scheduler.results import refused
 from protocol.commands import BATCH, Alloc, Digest, Free, Ping, Shutdown, Warm, forward_command
 from protocol.errors import EpCommandFailed
 from protocol.messages import Abort, EngineStats, Mask, Results, SequenceUpdate, Submit, ToEngine
@@ -72,6 +74,7 @@ class Head:
         self._last_publish = 0.0
         self._forwards = 0
         self._sampling_slots: set[int] = set()
+        self._leaving = False
 
     def warm(self, buckets: list[int]) -> None:
         """Have every rank connect, compile and capture before the first request."""
@@ -105,7 +108,8 @@ class Head:
             self._rest()
 
     def shutdown(self) -> None:
-        """End what is left as aborted, free every slot, and let the workers leave."""
+        """End what is left as aborted, free every slot, and let the workers leave. New requests are refused from here on."""
+        self._leaving = True
         self._scheduler.abort(self.requests.ids())
         while not self.idle:
             self.turn(idle_wait_s=0.0)
@@ -122,15 +126,36 @@ class Head:
     def _accept(self, message: ToEngine) -> None:
         match message:
             case Submit():
-                refusal = self._scheduler.submit(message)
-                if refusal is None:
-                    self.requests.add(message)
-                else:
-                    self._publish([refusal])
+                self._submit(message)
             case Abort():
                 self._scheduler.abort(message.request_ids)
             case Mask():
-                self.requests.set_mask(message)
+                fault = mask_fault(message.mask)
+                if fault is None:
+                    self.requests.set_mask(message)
+                else:
+                    self._scheduler.reject([message.request_id], fault)
+
+    def _submit(self, message: Submit) -> None:
+        """Take a request or answer it at once. An id names one request until its terminal event has gone out."""
+        request_id = message.request_id
+        if request_id in self.requests:
+            self._publish(self._scheduler.drain_updates())
+        if request_id in self.requests:
+            # An answer to the second one would end the first.
+            log.error("request id %r is alive; a second request by that name is refused", request_id)
+            return
+        answer = None
+        if self._leaving:
+            answer = refused(request_id, "the engine is ending", 503)
+        elif (fault := submission_fault(message, self._sampler.vocab_size)) is not None:
+            answer = refused(request_id, fault, 400)
+        else:
+            answer = self._scheduler.submit(message)
+        if answer is None:
+            self.requests.add(message)
+        else:
+            self._publish([answer])
 
     # Launching
 
@@ -227,6 +252,8 @@ class Head:
         self._read_all()
         deadline = time.monotonic() + self._mask_deadline_s
         while missing := self.requests.missing_masks(needed):
+            self._check_epoch()
+            self._broadcaster.check()
             if time.monotonic() > deadline:
                 for request_id, index in missing:
                     text = f"the grammar's mask for token {index} did not come within {self._mask_deadline_s:g} s"

@@ -27,8 +27,9 @@ from ep_runtime.engine.rank import RankModel, load_rank
 from ep_runtime.engine.sampler import Sampler
 from ep_runtime.engine.setup import scheduler_limits, warm_buckets
 from ep_runtime.scheduler.scheduler import Scheduler
+from model.errors import ModelError
 from model.parallel import Parallel
-from protocol.errors import EpEpochClosed, EpPeerGone
+from protocol.errors import EpEpochClosed, EpLinkLost
 from protocol.listener import Listener
 from protocol.message_socket import MessageSocket
 from protocol.messages import (
@@ -59,6 +60,8 @@ class Engine:
         self._device_index = device_index
         self._local_ranks = local_ranks
         self._runtime_dir = runtime_dir
+        self.rank = 0
+        self.epoch = 0
         self._stop: Stop | None = None
         self._stopped_at = 0.0
         self._ended: EndEpoch | None = None
@@ -70,6 +73,7 @@ class Engine:
         welcome = self._control.recv()
         if not isinstance(welcome, Welcome):
             raise RuntimeError(f"expected Welcome first, got {type(welcome).__name__}")
+        self.rank = welcome.rank
         config = RuntimeConfig.from_json(welcome.config)
         logging.getLogger().setLevel(config.log_level.upper())
         rank = load_rank(
@@ -100,6 +104,7 @@ class Engine:
 
     def _serve(self, begin: BeginEpoch, rank: RankModel) -> None:
         self._ended = None
+        self.epoch = begin.epoch
         place = EpochPlace(
             epoch=begin.epoch,
             world=begin.world,
@@ -224,14 +229,23 @@ def main(argv: list[str] | None = None) -> int:
     engine = Engine(control, device_index=args.device_index, local_ranks=args.local_ranks, runtime_dir=args.runtime_dir)
     try:
         engine.run()
-    except EpPeerGone as error:
-        log.error("%s", error)
-        return 1
     except Exception as error:
-        log.exception("engine ends")
-        control.send(Report(rank=0, epoch=0, error=type(error).__name__, message=str(error)), SEND_TIMEOUT_S)
+        if isinstance(error, ModelError | EpLinkLost):
+            log.error("%s: %s", type(error).__name__, error)
+        else:
+            log.exception("engine ends")
+        report(control, engine, error)
         return 1
     return 0
+
+
+def report(control: MessageSocket, engine: Engine, error: Exception) -> None:
+    """Tell the supervisor why this engine ends, if it still listens: its end may be the reason."""
+    message = Report(rank=engine.rank, epoch=engine.epoch, error=type(error).__name__, message=str(error))
+    try:
+        control.send(message, SEND_TIMEOUT_S)
+    except EpLinkLost as lost:
+        log.error("the report could not be sent: %s", lost)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from protocol.ack import Ack, AckStatus, failure
 from protocol.commands import Digest
-from protocol.slots import poison
+from protocol.slots import poison, undo
 
 if TYPE_CHECKING:
     from ep_runtime.engine.executor import Choose, Executor
@@ -51,6 +51,7 @@ def run_command(executor: Executor, frame: Frame, slots: SlotTable, choose: Choo
         digest = executor.digest(slots) if isinstance(frame.command, Digest) else 0
     except Exception as error:
         log.exception("step %d failed on rank %d", step, rank)
+        undo(change, slots)
         poison(frame.command, slots)
         return failure(error, rank=rank, epoch=epoch, step=step, collectives=executor.comm.launched - launched), error
     return Ack(rank, epoch, step, AckStatus.OK, collectives=executor.comm.launched - launched, digest=digest), None

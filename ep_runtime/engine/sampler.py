@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from ep_runtime.engine.sampling import edits, filters
+from ep_runtime.engine.sampling.checks import sampling_fault
 from ep_runtime.engine.sampling.logprobs import LogprobRows, logprob_rows, unpack_logprobs
 from ep_runtime.engine.sampling.penalties import PenaltyPool
-from ep_runtime.engine.sampling.plan import Chunk, Kind, SlotParams, check_params, needs_penalties, plan_chunks, slot_params
+from ep_runtime.engine.sampling.plan import Chunk, Kind, SlotParams, needs_penalties, plan_chunks, slot_params
 from ep_runtime.engine.sampling.random import log_exponential, token_words
 from ep_runtime.engine.sampling.staging import download, upload
 from protocol.messages import SamplingParams, TokenLogprobs
@@ -102,10 +103,12 @@ class Sampler:
         self._words = token_words(vocab_size, self.device)
 
     def start(self, slot: int, params: SamplingParams, prompt: list[int], generated: list[int]) -> None:
-        """Give the slot its parameters and token history, whatever it had before. ValueError for ids outside the vocabulary."""
+        """Give the slot its parameters and token history, whatever it had before. ValueError for what `sampling_fault` refuses."""
         if not 0 <= slot < self.max_slots:
             raise ValueError(f"slot {slot} is not in 0..{self.max_slots - 1}")
-        check_params(params, prompt, generated, self.vocab_size)
+        fault = sampling_fault(params, prompt, generated, self.vocab_size)
+        if fault is not None:
+            raise ValueError(fault)
         if slot in self._slots:
             self.stop(slot)
         row = self._penalties.take(prompt, generated) if needs_penalties(params) else None

@@ -30,7 +30,13 @@ def build_app(front: Frontend, version: str) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     install_error_handlers(app)
-    app.add_middleware(Guard, api_keys=config.api_keys, max_bytes=config.max_request_bytes, body_seconds=config.body_seconds)
+    app.add_middleware(
+        Guard,
+        api_keys=config.api_keys,
+        max_bytes=config.max_request_bytes,
+        max_held=config.max_held_bytes,
+        body_seconds=config.body_seconds,
+    )
     if config.cors_origins:
         # The outermost, so that browsers may read refusals too and preflights need no key.
         app.add_middleware(

@@ -24,11 +24,15 @@ class ChoiceDelta:
     finish: str | None = None
     stop_reason: str | int | None = None
 
-    @property
     def cost(self) -> int:
-        """Bytes that this holds while unsent, roughly."""
-        alternatives = sum(len(entry.top_ids) for entry in self.logprobs)
-        return 64 + 4 * (len(self.content) + len(self.reasoning)) + 8 * len(self.token_ids) + 48 * alternatives
+        """Bytes that this holds until it is written, roughly."""
+        text = len(self.content) + len(self.reasoning) + sum(len(call.arguments) for call in self.tool_calls)
+        return 64 + 4 * text + 8 * len(self.token_ids) + logprobs_cost(self.logprobs)
+
+
+def logprobs_cost(entries: list[TokenLogprobs]) -> int:
+    """Bytes of memory of these entries, roughly: an id and a float are objects."""
+    return sum(128 + 64 * len(entry.top_ids) for entry in entries) if entries else 0
 
 
 @dataclass(slots=True, kw_only=True)

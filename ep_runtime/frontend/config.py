@@ -21,6 +21,9 @@ class FrontendConfig(BaseModel):
     served_model_name: tuple[str, ...] = Field(min_length=1)
     tokenizer: str | None = Field(default=None, description="Folder of the tokenizer files; the model's folder when absent")
     chat_template: str | None = Field(default=None, description="Template text or file that replaces the model's own")
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto", description="Sampling defaults from the model's generation_config.json, or none of them"
+    )
     reasoning_parser: str | None = Field(default="auto", description="Name, `auto`, or null for none")
     tool_call_parser: str | None = Field(default="auto", description="Name, `auto`, or null for none")
 
@@ -34,7 +37,11 @@ class FrontendConfig(BaseModel):
     max_request_bytes: int = Field(default=16 * 2**20, ge=1024)
     body_seconds: Seconds = Field(default=60.0, description="Longest time for a client to send its body")
     max_queue: int = Field(default=1024, ge=0, description="Sequences accepted beyond those that run at once; more get 429")
+    max_held_bytes: int = Field(default=2**30, ge=2**20, description="Bodies of all unfinished requests together; more get 429")
     stream_buffer_bytes: int = Field(default=2**20, ge=1024, description="Output a slow reader may leave unread")
+    answer_bytes: int = Field(default=2**28, ge=1024, description="Memory that an answer may take which is not streamed")
+    header_seconds: Seconds = Field(default=30.0, description="Longest time without a complete request head on a connection")
+    write_seconds: Seconds = Field(default=30.0, description="Longest time for a client to read what its connection buffers")
     drain_seconds: Seconds = Field(default=20.0, description="Time for running requests to finish after SIGTERM")
     ready_bound_seconds: Seconds = Field(default=10.0, description="/ready fails when the engine is silent for longer")
     grammar_seconds: Seconds = Field(default=5.0, description="Longest time to compile one request's grammar")

@@ -9,6 +9,7 @@ from fastapi import Request
 from ep_runtime.frontend.api.errors import ApiError
 from ep_runtime.frontend.config import FrontendConfig
 from ep_runtime.frontend.engine_client import EngineClient
+from ep_runtime.frontend.generation import Generation
 from ep_runtime.frontend.journal import Journal
 from ep_runtime.frontend.metrics import Metrics
 from ep_runtime.frontend.readiness import Phase, unready_reason
@@ -59,6 +60,11 @@ class Frontend:
             raise ApiError(400, f"The request asks for {sequences} sequences; the server holds at most {bound}", param="n")
         if len(self.journal) + sequences > bound:
             raise ApiError(429, f"The queue is full ({len(self.journal)} sequences)", code="queue_full", retry_after=1)
+
+    def generation(self, stream: bool) -> Generation:
+        """A new request's fan-in."""
+        limit = self.config.stream_buffer_bytes if stream else self.config.answer_bytes
+        return Generation(self.engine, self.metrics, stream=stream, limit=limit)
 
     def unready_reason(self) -> str | None:
         """Why /ready says 503; None when it says 200."""

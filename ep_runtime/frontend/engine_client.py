@@ -73,6 +73,8 @@ class EngineClient:
                 self._metrics.dropped.labels("malformed").inc()
                 continue
             self._handle(message)
+            # A receive that finds a message does not yield: streams must be written between two steps of a backlog.
+            await asyncio.sleep(0)
 
     def close(self) -> None:
         """Close the sockets; unsent messages are dropped."""
@@ -132,12 +134,20 @@ class EngineClient:
             return
         self.stats = results.stats
         self.health.observe(results.stats, self._clock())
+        tokens, unknown = 0, []
         for update in results.updates:
             entry = self._journal.record(update)
-            if entry is None:
-                self._metrics.dropped.labels("ended").inc()
-            else:
+            if entry is not None:
+                tokens += len(update.tokens)
                 entry.sink.deliver(update)
+                continue
+            self._metrics.dropped.labels("ended").inc()
+            if update.finish is None:
+                unknown.append(update.request_id)
+        self._metrics.generated_tokens.inc(tokens)
+        if unknown:
+            # Sequences of a frontend that was here before, or whose abort is still on its way: once more does no harm.
+            self._send(Abort(request_ids=unknown))
 
     def _begin(self, ready: EpochReady) -> None:
         if ready.epoch == self._epoch:

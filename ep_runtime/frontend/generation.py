@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 
 from ep_runtime.frontend.api.errors import ApiError
-from ep_runtime.frontend.choice import Choice, ChoiceDelta
+from ep_runtime.frontend.choice import Choice, ChoiceDelta, logprobs_cost
 from ep_runtime.frontend.engine_client import EngineClient
 from ep_runtime.frontend.grammar_driver import GrammarDriver
 from ep_runtime.frontend.journal import Sink
@@ -44,14 +43,14 @@ class Sequence:
             self._owner.fail(ApiError(500, "The output could not be processed", code="output_error"))
             return
         if update.tokens:
-            self._observe(len(update.tokens))
-        self._owner.accept(self, delta, ended_here=update.finish is None and self.choice.finish is not None)
+            self._observe()
+        cost = delta.cost() + logprobs_cost(update.prompt_logprobs or [])
+        self._owner.accept(self, delta, cost, ended_here=update.finish is None and self.choice.finish is not None)
         if self.grammar is not None and self.choice.finish is None and update.tokens:
             self.grammar.advance(update.tokens, self.choice.generated)
 
-    def _observe(self, count: int) -> None:
+    def _observe(self) -> None:
         metrics, now = self._owner.metrics, self._owner.clock()
-        metrics.generated_tokens.inc(count)
         if self._first == 0.0:
             self._first = now
             metrics.first_token.observe(now - self._owner.started)
@@ -77,10 +76,19 @@ def engine_error(update: SequenceUpdate) -> ApiError:
 
 
 class Generation:
-    """Choices of one request, in the order of their sequences. `next()` gives their deltas as they come."""
+    """Choices of one request, in the order of their sequences. `take()` gives their deltas as they come.
+
+    `limit` bounds what a stream may leave unread, or what a whole answer may hold, in bytes.
+    """
 
     def __init__(
-        self, engine: EngineClient, metrics: Metrics, buffer_bytes: int | None, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        *,
+        stream: bool,
+        limit: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.metrics = metrics
         self.clock = clock
@@ -89,9 +97,10 @@ class Generation:
         self.overflow = asyncio.Event()
         self.sequences: list[Sequence] = []
         self._engine = engine
-        self._buffer_bytes = buffer_bytes
-        self._unsent = 0
-        self._deltas: deque[ChoiceDelta] = deque()
+        self._stream = stream
+        self._limit = limit
+        self._held = 0
+        self._deltas: list[ChoiceDelta] = []
         self._wake = asyncio.Event()
         self._open = 0
 
@@ -113,24 +122,25 @@ class Generation:
         self._open = len(pairs)
         self._engine.submit(pairs)
 
-    async def next(self) -> ChoiceDelta | None:
-        """The next delta, or None after the last. Raises the ApiError that ended the request."""
+    async def take(self) -> list[ChoiceDelta]:
+        """The deltas that have come since the last call, at least one; none after the last. Raises the ApiError that ended it."""
         while True:
             if self._deltas:
-                delta = self._deltas.popleft()
-                self._unsent -= delta.cost
-                return delta
+                deltas, self._deltas = self._deltas, []
+                if self._stream:
+                    self._held = 0
+                return deltas
             if self.failure is not None:
                 raise self.failure
             if self._open == 0:
-                return None
+                return []
             self._wake.clear()
             await self._wake.wait()
 
-    def accept(self, sequence: Sequence, delta: ChoiceDelta, ended_here: bool) -> None:
-        """Queue a delta. `ended_here`: a stop string ended the sequence, which the engine does not know yet."""
+    def accept(self, sequence: Sequence, delta: ChoiceDelta, cost: int, ended_here: bool) -> None:
+        """Queue a delta of `cost` bytes. `ended_here`: a stop string ended the sequence, which the engine does not know yet."""
         self._deltas.append(delta)
-        self._unsent += delta.cost
+        self._held += cost
         if delta.finish is not None:
             self._open -= 1
             sequence.observe_end()
@@ -138,9 +148,16 @@ class Generation:
             if ended_here:
                 self._engine.abort([sequence.request_id])
         self._wake.set()
-        if self._buffer_bytes is not None and self._unsent > self._buffer_bytes:
+        if self._held > self._limit:
+            self._refuse_more()
+
+    def _refuse_more(self) -> None:
+        if self._stream:
             self.overflow.set()
             self.fail(ApiError(503, "The client reads too slowly", code="slow_reader"))
+            return
+        text = f"The answer is larger than {self._limit} bytes; stream it, or ask for fewer samples, tokens or logprobs"
+        self.fail(ApiError(400, text, code="answer_too_large"))
 
     def give_mask(self, request_id: str, index: int, mask: bytes) -> None:
         """Pass a grammar's mask on."""

@@ -14,12 +14,17 @@ OPEN_PATHS = ("/health", "/ready", "/metrics")
 
 
 class Guard:
-    """Refuses requests without a valid key (401) and bodies that are too large (413) or too slow (408), while they are read."""
+    """Refuses requests without a valid key (401) and bodies that are too large (413) or too slow (408), while they are read.
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], max_bytes: int, body_seconds: float) -> None:
+    A body is in memory until its answer is complete: all of them together may have `max_held` bytes (429).
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], max_bytes: int, max_held: int, body_seconds: float) -> None:
         self._app = app
         self._keys = tuple(key.encode() for key in api_keys)
         self._max_bytes = max_bytes
+        self._max_held = max_held
+        self._held = 0
         self._body_seconds = body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,7 +37,11 @@ class Guard:
         if error is not None:
             await error_response(error)(scope, receive, send)
             return
-        await self._app(scope, self._bounded(receive), send)
+        body = _Body(asyncio.get_running_loop().time() + self._body_seconds)
+        try:
+            await self._app(scope, self._bounded(receive, body), send)
+        finally:
+            self._held -= body.size
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if self._keys and path not in OPEN_PATHS and not self._authorized(headers.get("authorization", "")):
@@ -51,9 +60,8 @@ class Guard:
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._max_bytes} bytes", code="request_too_large")
 
-    def _bounded(self, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive, state: _Body) -> Receive:
         """A receive that counts the body. After the body it waits without limit, for the client's disconnect."""
-        state = _Body(asyncio.get_running_loop().time() + self._body_seconds)
 
         async def bounded() -> Message:
             if state.complete:
@@ -63,10 +71,14 @@ class Guard:
                     message = await receive()
             except TimeoutError:
                 raise ApiError(408, f"The body did not arrive within {self._body_seconds:g} s", code="request_timeout") from None
-            state.size += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            state.size += size
+            self._held += size
             state.complete = not message.get("more_body", False)
             if state.size > self._max_bytes:
                 raise self._too_large()
+            if self._held > self._max_held:
+                raise ApiError(429, "The bodies of unfinished requests fill the server", code="queue_full", retry_after=1)
             return message
 
         return bounded

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
+import resource
 import socket
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -35,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         logging.basicConfig(
             level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
         )
+        allow_many_files()
         text = TextStack.load(config)
         sock = listen(config.host, config.port)
     except (ValidationError, TextError, ValueError, OSError) as error:
@@ -67,5 +70,15 @@ def package_version() -> str:
         return "0"
 
 
+def allow_many_files() -> None:
+    """Every connection is an open file, and the usual limit of a process is a thousand."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A grammar that is still being compiled cannot be stopped, and an ordinary exit would wait for its thread.
+    os._exit(end_status)

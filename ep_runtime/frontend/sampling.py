@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
+from typing import TypeVar
 
 from ep_runtime.frontend.api.common_schema import SamplingFields
 from ep_runtime.frontend.api.errors import ApiError
+from ep_runtime.frontend.defaults import SamplingDefaults
 from protocol.messages import SamplingParams
+
+T = TypeVar("T")
 
 
 def draw_seed() -> int:
@@ -60,8 +64,14 @@ def check_token_ids(ids: list[int], vocab_size: int, param: str) -> None:
             raise ApiError(400, f"{param} has the token id {token}, outside the vocabulary of {vocab_size}", param=param)
 
 
+def given(value: T | None, default: T) -> T:
+    """The request's value, or what holds without one."""
+    return default if value is None else value
+
+
 def sampling_params(
     fields: SamplingFields,
+    defaults: SamplingDefaults,
     *,
     seed: int,
     max_tokens: int,
@@ -70,18 +80,18 @@ def sampling_params(
     prompt_logprobs: int | None,
     grammar: bool,
 ) -> SamplingParams:
-    """What the engine is told for one sequence; `seed` is already the sample's own."""
+    """What the engine is told for one sequence; `seed` is already the sample's own. `defaults` hold where the request is silent."""
     check_token_ids(fields.stop_token_ids or [], vocab_size, "stop_token_ids")
     if fields.min_tokens > max_tokens:
         raise ApiError(400, f"min_tokens ({fields.min_tokens}) is above the token limit ({max_tokens})", param="min_tokens")
     return SamplingParams(
         seed=seed,
         max_tokens=max_tokens,
-        temperature=1.0 if fields.temperature is None else fields.temperature,
-        top_k=max(0, fields.top_k),
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        min_p=fields.min_p,
-        repetition_penalty=fields.repetition_penalty,
+        temperature=given(fields.temperature, defaults.temperature),
+        top_k=max(0, given(fields.top_k, defaults.top_k)),
+        top_p=given(fields.top_p, defaults.top_p),
+        min_p=given(fields.min_p, defaults.min_p),
+        repetition_penalty=given(fields.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=parse_logit_bias(fields.logit_bias, vocab_size),

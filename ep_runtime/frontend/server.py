@@ -13,6 +13,7 @@ from collections.abc import Generator
 import uvicorn
 from fastapi import FastAPI
 
+from ep_runtime.frontend.connection import connection_class
 from ep_runtime.frontend.context import Frontend
 from ep_runtime.frontend.metrics import EngineCollector
 
@@ -50,7 +51,7 @@ async def serve(front: Frontend, app: FastAPI, sock: socket.socket) -> None:
     front.metrics.registry.register(EngineCollector(lambda: front.engine.stats))
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=connection_class(front.config.header_seconds, front.config.write_seconds),
         ws="none",
         lifespan="off",
         access_log=False,

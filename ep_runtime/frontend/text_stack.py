@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ep_runtime.frontend.api.errors import ApiError
+from ep_runtime.frontend.api.logprobs import TokenTexts
 from ep_runtime.frontend.choice import ChoiceParts
+from ep_runtime.frontend.compiling import GrammarCompiler
 from ep_runtime.frontend.config import FrontendConfig
+from ep_runtime.frontend.defaults import load_defaults
 from ep_runtime.frontend.reasoning_gate import AfterReasoning, MaskSource
 from ep_runtime.frontend.text.detokenizer import IncrementalDetokenizer
-from ep_runtime.frontend.text.errors import GrammarError, TemplateError
+from ep_runtime.frontend.text.errors import TemplateError
 from ep_runtime.frontend.text.grammar import Grammar, GrammarFactory
 from ep_runtime.frontend.text.reasoning import ReasoningSplitter, reasoning_splitter
 from ep_runtime.frontend.text.stops import StopMatcher
@@ -61,14 +64,19 @@ class TextStack:
     def __init__(self, config: FrontendConfig, tokenizer: Tokenizer, template: ChatTemplate | None, family: str) -> None:
         self.tokenizer = tokenizer
         self._template = template
-        self._grammars = GrammarFactory(tokenizer) if tokenizer.eos_token_ids else None
-        self._grammar_seconds = config.grammar_seconds
-        self._max_schema_bytes = config.max_schema_bytes
+        self.texts = TokenTexts(tokenizer)
+        self.compiler = GrammarCompiler(
+            GrammarFactory(tokenizer) if tokenizer.eos_token_ids else None,
+            seconds=config.grammar_seconds,
+            max_bytes=config.max_schema_bytes,
+        )
+        self.defaults = load_defaults(Path(config.model), config.generation_config == "auto")
         self.reasoning_name = config.reasoning_parser or "none"
         auto = choose_parser(template.source, family) if template is not None else "none"
         self.tool_parser_name = auto if config.tool_call_parser == "auto" else (config.tool_call_parser or "none")
-        self.pool: Executor = ThreadPoolExecutor(2, thread_name_prefix="text")
-        self._compile_pool = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._pool: Executor = ThreadPoolExecutor(2, thread_name_prefix="text")
+        # A running sequence waits for its mask, and the engine with it: masks must not queue behind somebody's long prompt.
+        self.mask_pool: Executor = ThreadPoolExecutor(2, thread_name_prefix="mask")
 
     @classmethod
     def load(cls, config: FrontendConfig) -> TextStack:
@@ -88,11 +96,16 @@ class TextStack:
         stack = cls(config, tokenizer, template, family)
         reasoning_splitter(stack.reasoning_name)
         tool_parser(stack.tool_parser_name)
+        log.info("sampling defaults of the model: %s (generation_config %s)", stack.defaults.text(), config.generation_config)
         return stack
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
         return await self._in_thread(lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return await self._in_thread(lambda: self.tokenizer.decode(ids, skip_special_tokens=False))
 
     async def render(
         self,
@@ -145,58 +158,51 @@ class TextStack:
     def _splitter(self, prompt: RenderedPrompt) -> ReasoningSplitter:
         return reasoning_splitter(self.reasoning_name, prompt.text)
 
-    async def response_grammar(self, schema: dict[str, Any] | None, prompt: RenderedPrompt, reasoning: bool) -> MaskSource:
-        """A grammar of JSON that fits `schema`, or of any JSON object. Raises ApiError 400.
-
-        With `reasoning`, a prompt that opens a reasoning lets the model finish that first.
-        """
+    async def response_grammar(self, schema: dict[str, Any] | None) -> Grammar:
+        """A grammar of JSON that fits `schema`, or of any JSON object. Raises ApiError."""
 
         def make(factory: GrammarFactory) -> Grammar:
             return factory.json_object() if schema is None else factory.json_schema(schema)
 
-        grammar = await self._compile(make, "response_format", len(json.dumps(schema)))
-        return self._after_reasoning(grammar, prompt) if reasoning else grammar
+        return await self.compiler.compile(make, schema, "response_format")
 
-    async def tool_grammar(
-        self, tools: list[dict[str, Any]], choice: str | dict[str, Any], prompt: RenderedPrompt, parallel: bool
-    ) -> MaskSource:
-        """A grammar of calls of these tools (`choice` "required") or of the named one. Raises ApiError 400."""
+    async def tool_grammar(self, tools: list[dict[str, Any]], choice: str | dict[str, Any], parallel: bool) -> Grammar:
+        """A grammar of calls of these tools (`choice` "required") or of the named one. Raises ApiError."""
 
         def make(factory: GrammarFactory) -> Grammar:
             return factory.tool_calls(tools, choice, self.tool_parser_name, parallel=parallel)
 
-        return self._after_reasoning(await self._compile(make, "tools", len(json.dumps(tools))), prompt)
+        return await self.compiler.compile(make, tools, "tools")
 
-    def _after_reasoning(self, grammar: Grammar, prompt: RenderedPrompt) -> MaskSource:
+    async def constrain(
+        self, grammar: Grammar, prompt: RenderedPrompt, count: int, reasoning: bool
+    ) -> list[tuple[MaskSource, bytes]]:
+        """`count` samples' own states of one compiled grammar, each with the mask of its first token.
+
+        With `reasoning`, a prompt that opens a reasoning lets the model finish that first.
+        """
+
+        def work() -> list[tuple[MaskSource, bytes]]:
+            sources: list[MaskSource] = [grammar.fork() for _ in range(count)]
+            if reasoning:
+                sources = [self._after_reasoning(source, prompt) for source in sources]
+            mask = sources[0].mask()
+            return [(source, mask) for source in sources]
+
+        return await asyncio.get_running_loop().run_in_executor(self.mask_pool, work)
+
+    def _after_reasoning(self, grammar: MaskSource, prompt: RenderedPrompt) -> MaskSource:
         splitter = self._splitter(prompt)
         if not splitter.in_reasoning:
             return grammar
         detokenizer = IncrementalDetokenizer(self.tokenizer, prompt.ids[-TAIL:], skip_special_tokens=False)
         return AfterReasoning(grammar, splitter, detokenizer, self.tokenizer)
 
-    async def _compile(self, make: Callable[[GrammarFactory], Grammar], param: str, size: int) -> Grammar:
-        factory = self._grammars
-        if factory is None:
-            raise ApiError(400, "The tokenizer has no end token, so no output can be constrained", param=param)
-        if size > self._max_schema_bytes:
-            raise ApiError(400, f"The schema has {size} bytes; the server takes {self._max_schema_bytes}", param=param)
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._grammar_seconds):
-                return await loop.run_in_executor(self._compile_pool, make, factory)
-        except TimeoutError:
-            raise ApiError(400, f"The grammar took longer than {self._grammar_seconds:g} s to compile", param=param) from None
-        except (GrammarError, RecursionError) as error:
-            raise ApiError(400, f"The grammar cannot be used: {error}", param=param, code="invalid_grammar") from None
-
-    async def first_mask(self, grammar: MaskSource) -> bytes:
-        """The mask of a sequence's first token."""
-        return await self._in_thread(grammar.mask)
-
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def close(self) -> None:
         """Let the threads end; what they compute is not waited for."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
-        self._compile_pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self.mask_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.compiler.close()

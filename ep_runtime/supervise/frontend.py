@@ -27,6 +27,7 @@ def frontend_config(config: RuntimeConfig, model: Path, runtime_dir: Path) -> Fr
         served_model_name=(config.served_model_name or config.model,),
         tokenizer=config.tokenizer,
         chat_template=config.chat_template,
+        generation_config=config.generation_config,
         reasoning_parser=config.reasoning_parser or "auto",
         tool_call_parser=config.tool_call_parser or "auto",
         host=config.host,

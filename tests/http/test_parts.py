@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
+import msgspec
 import pytest
 
 from ep_runtime.frontend.api.errors import ApiError
-from ep_runtime.frontend.api.logprobs import CompletionLogprobs, chat_entry, token_string
+from ep_runtime.frontend.api.logprobs import CompletionLogprobs, TokenTexts, chat_entry
 from ep_runtime.frontend.choice import Choice, ChoiceParts
 from ep_runtime.frontend.config import FrontendConfig
 from ep_runtime.frontend.journal import Journal, ended_unseen
@@ -145,11 +147,12 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
 
 def test_logprobs_of_half_characters(tokenizer: Tokenizer) -> None:
     half = tokenizer.encode("日", False)[0]
-    assert token_string(tokenizer, half).startswith("bytes:\\x")
-    entry = chat_entry(tokenizer, half, TokenLogprobs(float("-inf"), 1, [half], [-0.5]), 1)
+    texts = TokenTexts(tokenizer)
+    assert texts.string(half).startswith("bytes:\\x")
+    entry = json.loads(msgspec.json.encode(chat_entry(texts, half, TokenLogprobs(float("-inf"), 1, [half], [-0.5]), 1)))
     assert entry["logprob"] == -9999.0
     assert bytes(entry["bytes"]) == tokenizer.token_bytes(half)
-    table = CompletionLogprobs(tokenizer, 1)
+    table = CompletionLogprobs(texts, 1)
     table.add(half, TokenLogprobs(-3.0, 9, [40], [-0.1]))
     assert len(table.take()["top_logprobs"][0]) == 2
 

@@ -7,14 +7,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ep_runtime.config import Facts, RuntimeConfig, resolve
 from ep_runtime.engine.broadcast import Broadcaster
 from ep_runtime.engine.comm import open_store
 from ep_runtime.engine.epoch import EpochPlace, RankEpoch, open_head, open_worker
 from ep_runtime.engine.executor import Executor
 from ep_runtime.engine.head import Head
+from ep_runtime.engine.main import pick_device
 from ep_runtime.engine.port import LocalPort
 from ep_runtime.engine.rank import RankModel, load_rank
 from ep_runtime.engine.sampler import Sampler
@@ -29,16 +28,16 @@ from tests.support.rank_context import RankContext
 TOKEN = "a token of the tests"
 
 
-def read_settings(ctx: RankContext, folder: str, **settings: Any) -> RuntimeConfig:
-    """A configuration for a job of this world on the CPU; `settings` are fields of RuntimeConfig."""
+def read_settings(ctx: RankContext, folder: str, device: str = "cpu", **settings: Any) -> RuntimeConfig:
+    """A configuration for a job of this world; `settings` are fields of RuntimeConfig. On "cuda", rank r has device r."""
     facts = Facts(gpus=0, cores=1, world=ctx.world, local_world=ctx.world)
-    return resolve(RuntimeConfig(model=folder, device="cpu", threads=1, **settings), facts)
+    return resolve(RuntimeConfig(model=folder, device=device, threads=1, **settings), facts)
 
 
 def load(ctx: RankContext, folder: str, **settings: Any) -> RankModel:
     """This rank's weights."""
     config = read_settings(ctx, folder, **settings)
-    return load_rank(config, Parallel(ctx.rank, ctx.world), torch.device("cpu"), local_ranks=ctx.world)
+    return load_rank(config, Parallel(ctx.rank, ctx.world), pick_device(config.device, ctx.rank), local_ranks=ctx.world)
 
 
 @contextmanager

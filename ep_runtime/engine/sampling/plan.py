@@ -58,22 +58,6 @@ def needs_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def check_params(params: SamplingParams, prompt: Sequence[int], generated: Sequence[int], vocab_size: int) -> None:
-    """ValueError for a token id outside the vocabulary, or a value that no stage can compute with."""
-    named = {
-        "logit_bias": params.logit_bias,
-        "stop_token_ids": params.stop_token_ids,
-        "prompt": prompt,
-        "generated": generated,
-    }
-    for field, ids in named.items():
-        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-            raise ValueError(f"{field}: token ids must be in 0..{vocab_size - 1}")
-    for field, value in (("repetition_penalty", params.repetition_penalty), ("top_p", params.top_p)):
-        if not value > 0.0:
-            raise ValueError(f"{field} {value} is not positive")
-
-
 def slot_params(params: SamplingParams, eos_token_ids: Sequence[int], penalty_row: int | None) -> SlotParams:
     """The slot's parameters; min_tokens forbids end-of-sequence tokens and the request's own stop tokens alike."""
     return SlotParams(

@@ -20,10 +20,10 @@ from ep_runtime.frontend.metrics import Metrics
 class Formatter(Protocol):
     """Writes deltas in an endpoint's format."""
 
-    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
-        """Events for one delta of a stream."""
+    def chunks(self, delta: ChoiceDelta) -> bytes:
+        """Events for one delta of a stream, empty when it shows nothing."""
 
-    def closing(self) -> list[dict[str, Any]]:
+    def closing(self) -> bytes:
         """Events after the last delta."""
 
     def add(self, delta: ChoiceDelta) -> None:
@@ -61,10 +61,10 @@ async def answer(
     streaming = False
     headers = {"X-Request-Id": group}
     try:
-        first = await while_connected(request.receive, generation.next())
+        first = await while_connected(request.receive, generation.take())
         if stream:
             streaming = True
-            path = request.url.path
+            path = request.scope["route"].path
             return EventStream(
                 stream_events(first, generation, formatter),
                 generation.overflow,
@@ -78,29 +78,27 @@ async def answer(
             generation.cancel()
 
 
-async def collect(first: ChoiceDelta | None, generation: Generation, formatter: Formatter) -> None:
+async def collect(first: list[ChoiceDelta], generation: Generation, formatter: Formatter) -> None:
     """Feed every delta to the formatter."""
-    delta = first
-    while delta is not None:
-        formatter.add(delta)
-        delta = await generation.next()
+    deltas = first
+    while deltas:
+        for delta in deltas:
+            formatter.add(delta)
+        deltas = await generation.take()
 
 
-async def stream_events(first: ChoiceDelta | None, generation: Generation, formatter: Formatter) -> AsyncGenerator[bytes, None]:
-    """The events of a stream; an error in its middle is an event of its own, before the end mark."""
-    delta = first
+async def stream_events(first: list[ChoiceDelta], generation: Generation, formatter: Formatter) -> AsyncGenerator[bytes, None]:
+    """The events of a stream, one piece of bytes for all that has come; an error in its middle is an event before the end mark."""
+    deltas = first
     try:
-        while delta is not None:
-            chunks = formatter.chunks(delta)
-            if chunks:
-                yield b"".join([sse(chunk) for chunk in chunks])
-            delta = await generation.next()
-        closing = formatter.closing()
-        if closing:
-            yield b"".join([sse(chunk) for chunk in closing])
+        while deltas:
+            events = b"".join([formatter.chunks(delta) for delta in deltas])
+            if events:
+                yield events
+            deltas = await generation.take()
+        yield formatter.closing() + DONE
     except ApiError as error:
-        yield sse(error_dict(error.status_code, error.message, error.param, error.code))
-    yield DONE
+        yield sse(error_dict(error.status_code, error.message, error.param, error.code)) + DONE
 
 
 def close_stream(metrics: Metrics, endpoint: str, generation: Generation) -> None:

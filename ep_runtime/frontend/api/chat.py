@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,7 +17,6 @@ from ep_runtime.frontend.api.errors import GENERATION_ERRORS, ApiError
 from ep_runtime.frontend.api.strict_json import StrictRoute
 from ep_runtime.frontend.choice import Choice
 from ep_runtime.frontend.context import Frontend, frontend_of
-from ep_runtime.frontend.generation import Generation
 from ep_runtime.frontend.grammar_driver import GrammarDriver
 from ep_runtime.frontend.reasoning_gate import MaskSource
 from ep_runtime.frontend.sampling import derive_seed, draw_seed, sampling_params, token_budget
@@ -40,12 +40,13 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     check_tools_served(front, body)
     info = front.open_engine()
     prompt = await render(front, body)
-    budget = token_budget(len(prompt.ids), body.token_limit, info.max_model_len)
+    budget = token_budget(len(prompt.ids), body.token_limit, info.max_model_len, front.text.defaults.max_new_tokens)
     top = (body.top_logprobs or 0) if body.logprobs else None
     seed = draw_seed() if body.seed is None else body.seed
     sampling = [
         sampling_params(
             body,
+            front.text.defaults,
             seed=derive_seed(seed, index),
             max_tokens=budget,
             vocab_size=info.vocab_size,
@@ -56,7 +57,7 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
         for index in range(body.n)
     ]
     front.admit(info, body.n)
-    grammars = [await make_grammar(front, body, prompt) for _ in range(body.n)]
+    grammars = await make_grammars(front, body, prompt)
     # Time has passed in threads: what was checked at the start must still hold.
     front.open_engine()
     front.admit(info, body.n)
@@ -69,7 +70,7 @@ async def run(
     body: ChatRequest,
     prompt: RenderedPrompt,
     sampling: list[SamplingParams],
-    grammars: list[tuple[MaskSource, bytes] | None],
+    grammars: Sequence[tuple[MaskSource, bytes] | None],
 ) -> Response:
     """Start the sequences and answer with what they give."""
     group = f"chatcmpl-{uuid.uuid4().hex}"
@@ -87,7 +88,7 @@ async def run(
     ]
     writer = ChatWriter(
         head={"id": group, "created": int(time.time()), "model": body.model or front.model_name},
-        tokenizer=front.text.tokenizer,
+        texts=front.text.texts,
         prompt=prompt.ids,
         choices=choices,
         top=sampling[0].logprobs,
@@ -95,8 +96,8 @@ async def run(
         prompt_logprobs=body.prompt_logprobs is not None,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
     )
-    generation = Generation(front.engine, front.metrics, front.config.stream_buffer_bytes if body.stream else None)
-    drivers = [None if grammar is None else GrammarDriver(grammar[0], front.text.pool) for grammar in grammars]
+    generation = front.generation(body.stream)
+    drivers = [None if grammar is None else GrammarDriver(grammar[0], front.text.mask_pool) for grammar in grammars]
     generation.start(submits, choices, drivers)
     return await answer(request, front, generation, writer, body.stream, group)
 
@@ -150,14 +151,14 @@ def output_rules(body: ChatRequest) -> OutputRules:
     )
 
 
-async def make_grammar(front: Frontend, body: ChatRequest, prompt: RenderedPrompt) -> tuple[MaskSource, bytes] | None:
-    """The grammar of one sample with its first mask, None for free text."""
+async def make_grammars(front: Frontend, body: ChatRequest, prompt: RenderedPrompt) -> Sequence[tuple[MaskSource, bytes] | None]:
+    """Each sample's grammar with its first mask, None for free text. One compilation serves all samples."""
     if body.forces_tool:
         choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedToolChoice) else "required"
-        grammar = await front.text.tool_grammar(body.active_tools, choice, prompt, body.parallel_tool_calls is not False)
+        grammar = await front.text.tool_grammar(body.active_tools, choice, body.parallel_tool_calls is not False)
     elif body.response_format is None or body.response_format.type == "text":
-        return None
+        return [None] * body.n
     else:
         schema = body.response_format.json_schema.schema_ if body.response_format.type == "json_schema" else None
-        grammar = await front.text.response_grammar(schema, prompt, reasoning=True)
-    return grammar, await front.text.first_mask(grammar)
+        grammar = await front.text.response_grammar(schema)
+    return await front.text.constrain(grammar, prompt, body.n, reasoning=True)

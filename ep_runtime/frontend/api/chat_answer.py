@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel
 
 from ep_runtime.frontend.api.answer import usage
 from ep_runtime.frontend.api.common_schema import Usage
-from ep_runtime.frontend.api.logprobs import chat_entry, prompt_entries
+from ep_runtime.frontend.api.logprobs import TokenTexts, chat_entry, prompt_entries
+from ep_runtime.frontend.api.streaming import sse
 from ep_runtime.frontend.choice import Choice, ChoiceDelta
-from ep_runtime.frontend.text.tokenizer import Tokenizer
 from ep_runtime.frontend.text.tools import ToolCallDelta
 
 
@@ -70,7 +72,7 @@ class ChatWriter:
         self,
         *,
         head: dict[str, Any],
-        tokenizer: Tokenizer,
+        texts: TokenTexts,
         prompt: list[int],
         choices: list[Choice],
         top: int | None,
@@ -79,26 +81,36 @@ class ChatWriter:
         include_usage: bool,
     ) -> None:
         self._head = head
-        self._tokenizer = tokenizer
+        self._texts = texts
         self._prompt = prompt
         self._choices = choices
         self._top = top
         self._token_ids = token_ids
         self._prompt_logprobs = prompt_logprobs
         self._include_usage = include_usage
-        self._begun: set[int] = set()
         self._parts: list[list[ChoiceDelta]] = [[] for _ in choices]
+        self._plain = not token_ids and top is None
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+    def chunks(self, delta: ChoiceDelta) -> bytes:
         """Nothing for an update that shows nothing; the role first, once a choice."""
+        if self._plain and delta.finish is None and not delta.reasoning and not delta.tool_calls:
+            if not delta.content:
+                return b""
+            if delta.index in self._around:
+                before, after = self._around[delta.index]
+                return before + msgspec.json.encode(delta.content) + after
         message = delta_message(delta)
-        if not message and delta.finish is None and not (delta.token_ids and (self._token_ids or self._top is not None)):
-            return []
+        if not message and delta.finish is None and (self._plain or not delta.token_ids):
+            return b""
+        return b"".join([sse(event) for event in self._events(delta, message)])
+
+    def _events(self, delta: ChoiceDelta, message: dict[str, Any]) -> list[dict[str, Any]]:
         events = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
+        if delta.index not in self._around:
+            self._around[delta.index] = self._split_chunk(delta.index)
             events.append(self._chunk({"index": delta.index, "delta": {"role": "assistant", "content": ""}}))
-            if self._token_ids and len(self._begun) == 1:
+            if self._token_ids and len(self._around) == 1:
                 events[0]["prompt_token_ids"] = self._prompt
         choice: dict[str, Any] = {"index": delta.index, "delta": message, "finish_reason": delta.finish}
         if self._top is not None:
@@ -110,11 +122,18 @@ class ChatWriter:
         events.append(self._chunk(choice))
         return events
 
-    def closing(self) -> list[dict[str, Any]]:
+    def _split_chunk(self, index: int) -> tuple[bytes, bytes]:
+        """A chunk of text alone, as the bytes before and after its text: most chunks differ in nothing else."""
+        mark = uuid.uuid4().hex
+        before, _, after = sse(self._chunk({"index": index, "delta": {"content": mark}})).partition(f'"{mark}"'.encode())
+        return before, after
+
+    def closing(self) -> bytes:
         """The usage, when asked for."""
         if not self._include_usage:
-            return []
-        return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage([self._prompt], self._choices)}]
+            return b""
+        counts = usage([self._prompt], self._choices)
+        return sse({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": counts})
 
     def add(self, delta: ChoiceDelta) -> None:
         """Keep a delta for `whole`."""
@@ -131,7 +150,7 @@ class ChatWriter:
         if self._token_ids:
             body["prompt_token_ids"] = self._prompt
         if self._prompt_logprobs:
-            body["prompt_logprobs"] = prompt_entries(self._tokenizer, self._prompt, self._choices[0].prompt_logprobs)
+            body["prompt_logprobs"] = prompt_entries(self._texts, self._prompt, self._choices[0].prompt_logprobs)
         return body
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +162,7 @@ class ChatWriter:
     def _logprobs(self, deltas: list[ChoiceDelta]) -> dict[str, Any]:
         top = self._top or 0
         pairs = [pair for delta in deltas for pair in zip(delta.token_ids, delta.logprobs, strict=True)]
-        return {"content": [chat_entry(self._tokenizer, token, entry, top) for token, entry in pairs], "refusal": None}
+        return {"content": [chat_entry(self._texts, token, entry, top) for token, entry in pairs], "refusal": None}
 
     def _choice(self, index: int, deltas: list[ChoiceDelta]) -> dict[str, Any]:
         content = "".join(delta.content for delta in deltas)

@@ -26,7 +26,7 @@ def _only_text(part: Any) -> Any:
 
 
 Part = Annotated[TextPart, BeforeValidator(_only_text)]
-Content = str | Annotated[list[Part], Field(min_length=1)]
+Content = str | Annotated[list[Part], Field(fail_fast=True, min_length=1)]
 
 
 class SystemMessage(StrictModel):
@@ -68,7 +68,7 @@ class AssistantMessage(StrictModel):
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     refusal: str | None = Field(default=None, description="Accepted and not used")
     annotations: list[Any] | None = Field(default=None, description="Accepted and not used")
     audio: None = None
@@ -162,12 +162,12 @@ class ChatRequest(SamplingFields):
         "length_penalty": "sampling is the only search",
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="false keeps the first call alone")
     response_format: ResponseFormat | None = None
@@ -176,7 +176,7 @@ class ChatRequest(SamplingFields):
     add_special_tokens: bool = Field(default=False, description="The template usually writes them itself")
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(default=None, description="Given to the chat template")
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     prediction: dict[str, Any] | None = Field(default=None, description="Accepted and not used")
     verbosity: str | None = Field(default=None, description="Accepted and not used")
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel
 
 from ep_runtime.frontend.api.answer import usage
 from ep_runtime.frontend.api.common_schema import Usage
-from ep_runtime.frontend.api.logprobs import CompletionLogprobs, prompt_entries
+from ep_runtime.frontend.api.logprobs import CompletionLogprobs, TokenTexts, prompt_entries
+from ep_runtime.frontend.api.streaming import sse
 from ep_runtime.frontend.choice import Choice, ChoiceDelta
-from ep_runtime.frontend.text.tokenizer import Tokenizer
 
 
 class CompletionChoice(BaseModel):
@@ -59,7 +61,7 @@ class CompletionWriter:
         self,
         *,
         head: dict[str, Any],
-        tokenizer: Tokenizer,
+        texts: TokenTexts,
         prompts: list[tuple[list[int], str]],
         choices: list[Choice],
         samples: int,
@@ -71,11 +73,11 @@ class CompletionWriter:
         include_usage: bool,
     ) -> None:
         self._head = {**head, "object": "text_completion"}
-        self._tokenizer = tokenizer
+        self._texts = texts
         self._prompts = [ids for ids, _ in prompts]
         self._choices = choices
         self._samples = [
-            _Sample(ids, text, None if top is None else CompletionLogprobs(tokenizer, top))
+            _Sample(ids, text, None if top is None else CompletionLogprobs(texts, top))
             for ids, text in prompts
             for _ in range(samples)
         ]
@@ -84,13 +86,20 @@ class CompletionWriter:
         self._token_ids = token_ids
         self._prompt_logprobs = prompt_logprobs
         self._include_usage = include_usage
+        self._plain = not token_ids and top is None and not silent
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+    def chunks(self, delta: ChoiceDelta) -> bytes:
         """Nothing for an update that shows nothing."""
-        if not (delta.content or delta.finish or (delta.token_ids and (self._token_ids or self._samples[0].logprobs is not None))):
-            return []
+        if not (delta.content or delta.finish or (delta.token_ids and not self._plain)):
+            return b""
         sample = self._samples[delta.index]
         fresh = not sample.begun
+        if self._plain and delta.finish is None and not fresh:
+            if delta.index not in self._around:
+                self._around[delta.index] = self._split_chunk(delta.index)
+            before, after = self._around[delta.index]
+            return before + msgspec.json.encode(delta.content) + after
         self.add(delta)
         choice: dict[str, Any] = {
             "index": delta.index,
@@ -105,14 +114,24 @@ class CompletionWriter:
         if delta.finish is not None:
             choice["stop_reason"] = delta.stop_reason
         sample.text, sample.token_ids = [], []
+        return sse(self._chunk(choice))
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._head, "choices": [choice]}
         if self._include_usage:
             chunk["usage"] = None
-        return [chunk]
+        return chunk
 
-    def closing(self) -> list[dict[str, Any]]:
+    def _split_chunk(self, index: int) -> tuple[bytes, bytes]:
+        """A chunk of text alone, as the bytes before and after its text: most chunks differ in nothing else."""
+        mark = uuid.uuid4().hex
+        choice = {"index": index, "text": mark, "logprobs": None, "finish_reason": None}
+        before, _, after = sse(self._chunk(choice)).partition(f'"{mark}"'.encode())
+        return before, after
+
+    def closing(self) -> bytes:
         """The usage, when asked for."""
-        return [{**self._head, "choices": [], "usage": self._usage()}] if self._include_usage else []
+        return sse({**self._head, "choices": [], "usage": self._usage()}) if self._include_usage else b""
 
     def add(self, delta: ChoiceDelta) -> None:
         """Write a delta into its sample; the echoed prompt comes before the first one."""
@@ -154,7 +173,7 @@ class CompletionWriter:
         if self._token_ids:
             choice["prompt_token_ids"], choice["token_ids"] = sample.prompt, sample.token_ids
         if self._prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_entries(self._tokenizer, sample.prompt, self._choices[index].prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_entries(self._texts, sample.prompt, self._choices[index].prompt_logprobs)
         return choice
 
     def _usage(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -16,10 +17,10 @@ from ep_runtime.frontend.api.errors import GENERATION_ERRORS, ApiError
 from ep_runtime.frontend.api.strict_json import StrictRoute
 from ep_runtime.frontend.choice import Choice
 from ep_runtime.frontend.context import Frontend, frontend_of
-from ep_runtime.frontend.generation import Generation
+from ep_runtime.frontend.defaults import SamplingDefaults
 from ep_runtime.frontend.grammar_driver import GrammarDriver
 from ep_runtime.frontend.reasoning_gate import MaskSource
-from ep_runtime.frontend.sampling import check_token_ids, derive_seed, draw_seed, sampling_params, token_budget
+from ep_runtime.frontend.sampling import check_token_ids, derive_seed, draw_seed, given, sampling_params, token_budget
 from ep_runtime.frontend.text_stack import OutputRules, RenderedPrompt
 from protocol.messages import EpochReady, Submit
 
@@ -39,9 +40,10 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     count = len(body.prompts) * body.n
     front.admit(info, count)
     prompts = [await encode_prompt(front, body, prompt, info.vocab_size) for prompt in body.prompts]
-    grammars = [await make_grammar(front, body, prompt) for prompt in prompts for _ in range(body.n)]
+    grammars = await make_grammars(front, body, prompts)
     group = f"cmpl-{uuid.uuid4().hex}"
-    submits = make_submits(body, prompts, info, group, [b"" if grammar is None else grammar[1] for grammar in grammars])
+    masks = [b"" if grammar is None else grammar[1] for grammar in grammars]
+    submits = make_submits(body, front.text.defaults, prompts, info, group, masks)
     # Time has passed in threads: what was checked at the start must still hold.
     front.open_engine()
     front.admit(info, count)
@@ -53,27 +55,34 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     )
     choices = [Choice(index, front.text.parts(prompts[index // body.n], rules)) for index in range(count)]
     writer = make_writer(front, body, prompts, choices, group)
-    generation = Generation(front.engine, front.metrics, front.config.stream_buffer_bytes if body.stream else None)
-    drivers = [None if grammar is None else GrammarDriver(grammar[0], front.text.pool) for grammar in grammars]
+    generation = front.generation(body.stream)
+    drivers = [None if grammar is None else GrammarDriver(grammar[0], front.text.mask_pool) for grammar in grammars]
     generation.start(submits, choices, drivers)
     return await answer(request, front, generation, writer, body.stream, group)
 
 
 def make_submits(
-    body: CompletionRequest, prompts: list[RenderedPrompt], info: EpochReady, group: str, masks: list[bytes]
+    body: CompletionRequest,
+    defaults: SamplingDefaults,
+    prompts: list[RenderedPrompt],
+    info: EpochReady,
+    group: str,
+    masks: list[bytes],
 ) -> list[Submit]:
     """One Submit a sample, prompt by prompt. Sample i has the same seed for every prompt of a list."""
     seed = draw_seed() if body.seed is None else body.seed
     echoed = body.logprobs if body.echo else None
     wanted = [count for count in (echoed, body.prompt_logprobs) if count is not None]
+    most = min(DEFAULT_MAX_TOKENS, given(defaults.max_new_tokens, DEFAULT_MAX_TOKENS))
     submits: list[Submit] = []
     for prompt in prompts:
         # With max_tokens 0 one token is generated and not shown: the engine computes prompt logprobs on the way to it.
-        budget = max(1, token_budget(len(prompt.ids), body.max_tokens, info.max_model_len, DEFAULT_MAX_TOKENS))
+        budget = max(1, token_budget(len(prompt.ids), body.max_tokens, info.max_model_len, most))
         for sample in range(body.n):
             index = len(submits)
             params = sampling_params(
                 body,
+                defaults,
                 seed=derive_seed(seed, sample),
                 max_tokens=budget,
                 vocab_size=info.vocab_size,
@@ -100,7 +109,7 @@ def make_writer(
     """The writer of this request's answer; a prompt given as ids is echoed as their text."""
     return CompletionWriter(
         head={"id": group, "created": int(time.time()), "model": body.model or front.model_name},
-        tokenizer=front.text.tokenizer,
+        texts=front.text.texts,
         prompts=[(prompt.ids, prompt.text if body.echo else "") for prompt in prompts],
         choices=choices,
         samples=body.n,
@@ -121,13 +130,16 @@ async def encode_prompt(front: Frontend, body: CompletionRequest, prompt: Prompt
             raise ApiError(400, "prompt is empty", param="prompt")
         return RenderedPrompt(prompt, ids)
     check_token_ids(prompt, vocab_size, "prompt")
-    return RenderedPrompt(front.text.tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else "", prompt)
+    return RenderedPrompt(await front.text.decode(prompt) if body.echo else "", prompt)
 
 
-async def make_grammar(front: Frontend, body: CompletionRequest, prompt: RenderedPrompt) -> tuple[MaskSource, bytes] | None:
-    """The grammar of one sample with its first mask, None for free text."""
+async def make_grammars(
+    front: Frontend, body: CompletionRequest, prompts: list[RenderedPrompt]
+) -> Sequence[tuple[MaskSource, bytes] | None]:
+    """Each sample's grammar with its first mask, None for free text. One compilation serves all prompts and samples."""
+    count = len(prompts) * body.n
     if body.response_format is None or body.response_format.type == "text":
-        return None
+        return [None] * count
     schema = body.response_format.json_schema.schema_ if body.response_format.type == "json_schema" else None
-    grammar = await front.text.response_grammar(schema, prompt, reasoning=False)
-    return grammar, await front.text.first_mask(grammar)
+    grammar = await front.text.response_grammar(schema)
+    return await front.text.constrain(grammar, prompts[0], count, reasoning=False)

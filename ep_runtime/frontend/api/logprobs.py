@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from ep_runtime.frontend.text.tokenizer import Tokenizer
 from protocol.messages import TokenLogprobs
@@ -16,27 +19,45 @@ def finite(value: float) -> float:
     return max(value, FLOOR)
 
 
-def token_string(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text; one that is no whole UTF-8 reads `bytes:\\xe2\\x80`, so that different tokens stay different keys."""
-    data = tokenizer.token_bytes(token)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+CACHED_TOKENS = 32_768
+"""Tokens whose text is kept ready: more than the alternatives of most texts name."""
 
 
-def chat_entry(tokenizer: Tokenizer, token: int, entry: TokenLogprobs, top: int) -> dict[str, Any]:
+class TokenTexts:
+    """Texts of single tokens, as answers show them; made once for the process."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.string = lru_cache(CACHED_TOKENS)(self._string)
+        self.chat = lru_cache(CACHED_TOKENS)(self._chat)
+
+    def _string(self, token: int) -> str:
+        """A token's text; one that is no whole UTF-8 reads `bytes:\\xe2\\x80`, so that different tokens stay different keys."""
+        data = self._tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _chat(self, token: int) -> tuple[msgspec.Raw, msgspec.Raw]:
+        """A token's text and its bytes, encoded as JSON."""
+        data = self._tokenizer.token_bytes(token)
+        text = msgspec.json.encode(data.decode("utf-8", "replace"))
+        return msgspec.Raw(text), msgspec.Raw(msgspec.json.encode(list(data)))
+
+
+def chat_entry(texts: TokenTexts, token: int, entry: TokenLogprobs, top: int) -> dict[str, Any]:
     """One element of `logprobs.content`."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        data = tokenizer.token_bytes(token)
-        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+        text, data = texts.chat(token)
+        return {"token": text, "logprob": finite(logprob), "bytes": data}
 
     alternatives = zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
     return {**one(token, entry.logprob), "top_logprobs": [one(other, value) for other, value in alternatives]}
 
 
-def prompt_entries(tokenizer: Tokenizer, ids: list[int], entries: dict[int, TokenLogprobs]) -> list[dict[str, Any] | None]:
+def prompt_entries(texts: TokenTexts, ids: list[int], entries: dict[int, TokenLogprobs]) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: per position null or {token id: {logprob, rank, decoded_token}}, the prompt's own token first."""
     found: list[dict[str, Any] | None] = []
     for position, token in enumerate(ids):
@@ -44,9 +65,9 @@ def prompt_entries(tokenizer: Tokenizer, ids: list[int], entries: dict[int, Toke
         if entry is None:
             found.append(None)
             continue
-        row = {str(token): {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": token_string(tokenizer, token)}}
+        row = {str(token): {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": texts.string(token)}}
         for rank, (other, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
-            row.setdefault(str(other), {"logprob": finite(value), "rank": rank, "decoded_token": token_string(tokenizer, other)})
+            row.setdefault(str(other), {"logprob": finite(value), "rank": rank, "decoded_token": texts.string(other)})
         found.append(row)
     return found
 
@@ -55,7 +76,7 @@ def prompt_entries(tokenizer: Tokenizer, ids: list[int], entries: dict[int, Toke
 class CompletionLogprobs:
     """The four parallel lists of /v1/completions. `offset` is where the next token's text begins."""
 
-    tokenizer: Tokenizer
+    texts: TokenTexts
     top: int
     offset: int = 0
     tokens: list[str] = field(default_factory=list)
@@ -65,7 +86,7 @@ class CompletionLogprobs:
 
     def add(self, token: int, entry: TokenLogprobs | None) -> None:
         """Append one token; None is the first of a prompt, of which nothing is known."""
-        text = token_string(self.tokenizer, token)
+        text = self.texts.string(token)
         self.tokens.append(text)
         self.text_offset.append(self.offset)
         self.offset += len(text)
@@ -75,7 +96,7 @@ class CompletionLogprobs:
             return
         self.token_logprobs.append(finite(entry.logprob))
         top = zip(entry.top_ids[: self.top], entry.top_logprobs[: self.top], strict=True)
-        row = {token_string(self.tokenizer, other): finite(value) for other, value in top}
+        row = {self.texts.string(other): finite(value) for other, value in top}
         row.setdefault(text, finite(entry.logprob))
         self.top_logprobs.append(row)
 

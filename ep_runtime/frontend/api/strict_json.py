@@ -17,6 +17,9 @@ from ep_runtime.frontend.api.streaming import ClientGone, EventStream
 from ep_runtime.frontend.context import frontend_of
 
 MAX_DEPTH = 100
+MAX_KEYS = 4096
+"""Of one object; a logit_bias is the largest that clients send."""
+MAX_CONTAINERS = 65_536
 
 
 def parse_json(data: bytes) -> Any:
@@ -27,25 +30,36 @@ def parse_json(data: bytes) -> Any:
         raise ApiError(400, f"The JSON body is nested deeper than {MAX_DEPTH} levels", code="invalid_json") from None
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
-    if depth_exceeds(value, MAX_DEPTH):
-        raise ApiError(400, f"The JSON body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH or data.count(b":") > MAX_KEYS:
+        problem = excess(value)
+        if problem is not None:
+            raise ApiError(400, f"The JSON body {problem}", code="invalid_json")
     return value
 
 
-def depth_exceeds(value: object, limit: int) -> bool:
-    """Whether containers in `value` nest deeper than `limit`. Iterative, so that depth costs no stack."""
-    level = [value]
-    for _ in range(limit + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
+def excess(value: object) -> str | None:
+    """What in `value` passes our limits, None when all is well. Iterative, so that depth costs no stack.
+
+    Every value is checked field by field on the thread that serves all streams: a body of a million objects or keys holds them up
+    for seconds.
+    """
+    level, total = [value], 0
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[object] = []
+        for outer in level:
+            if isinstance(outer, dict):
+                if len(outer) > MAX_KEYS:
+                    return f"has an object of {len(outer)} keys; the server takes {MAX_KEYS}"
+                inner.extend(item for item in outer.values() if isinstance(item, (dict, list)))
+            elif isinstance(outer, list):
+                inner.extend(item for item in outer if isinstance(item, (dict, list)))
+            if total + len(inner) > MAX_CONTAINERS:
+                return f"has more than {MAX_CONTAINERS} objects and lists"
+        total += len(inner)
+        if not inner:
+            return None
+        level = inner
+    return f"is nested deeper than {MAX_DEPTH} levels"
 
 
 class StrictRequest(Request):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
@@ -37,7 +38,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": None if info is None else info.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [front.text.tokenizer.token_text(token) for token in ids]
-    return JSONResponse(answer)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse, responses=BODY_ERRORS)
@@ -46,7 +47,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     front = frontend_of(request)
     front.check_model(body.model)
     size = front.text.tokenizer.vocab_size
-    for token in body.tokens:
-        if token >= size:
-            raise ApiError(400, f"tokens has the id {token}, outside the vocabulary of {size}", param="tokens")
-    return JSONResponse({"prompt": front.text.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    token = max(body.tokens, default=0)
+    if token >= size:
+        raise ApiError(400, f"tokens has the id {token}, outside the vocabulary of {size}", param="tokens")
+    return JSONResponse({"prompt": await front.text.decode(body.tokens)})

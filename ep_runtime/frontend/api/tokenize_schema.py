@@ -15,8 +15,8 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = Field(default=None, description="true for a prompt, false for messages, when absent")
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -43,7 +43,7 @@ class DetokenizeRequest(StrictModel):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[TokenId] = Field(max_length=2**20)
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
 
 
 class DetokenizeResponse(BaseModel):

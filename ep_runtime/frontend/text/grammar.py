@@ -40,6 +40,12 @@ class Grammar:
         # Accepted end tokens stay out of the matcher: once it has stopped, it takes none.
         self._ended = 0
 
+    def fork(self) -> Grammar:
+        """Another output in the same state; what follows on one does not touch the other."""
+        other = Grammar(self._matcher.deep_copy(), self._vocab_size, self._eos)
+        other._ended = self._ended
+        return other
+
     def mask(self) -> bytes:
         """Allowed next tokens: little-endian uint32 words, bit i % 32 of word i // 32 for token i, (vocab_size + 31) // 32 words.
 

@@ -26,6 +26,7 @@ class Tokenizer:
         self._backend = backend
         self._special_text = frozenset(t.content for t in backend.get_added_tokens_decoder().values() if t.special)
         self.rules = rules
+        self._bytes: dict[int, bytes] = {}  # every generated token asks; at most one entry a token of the vocabulary
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values()) + 1
         """One past the highest token id, added tokens included."""
@@ -60,12 +61,13 @@ class Tokenizer:
 
         (add_bos_token and add_eos_token of tokenizer_config.json do not count beside a tokenizer.json, as in transformers 5.)
         """
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The form for batches lets other threads run meanwhile; a long text takes seconds.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids outside of the vocabulary give nothing, bytes that are not UTF-8 give U+FFFD."""
         known = [index for index in ids if 0 <= index < self.vocab_size]
-        return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
         """The vocabulary's entry, in its own spelling (`Ġhello`, `▁hello`, `<0xE2>`); empty for an id outside of it."""
@@ -73,7 +75,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of text that a token stands for, possibly a part of a character; empty for an id outside of the vocabulary."""
-        return self.rules.piece_bytes(self.token_text(token_id))
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self.rules.piece_bytes(self.token_text(token_id))
+            if known:
+                self._bytes[token_id] = known
+        return known
 
     def token_id(self, text: str) -> int | None:
         """The id of the vocabulary's entry `text`, None where there is none."""

@@ -106,7 +106,14 @@ def test_verify_rows(window: int | None, in_turn: bool) -> None:
     ids=str,
 )
 def test_prefill(
-    lengths: list[int], counts: list[int], heads: int, kv_heads: int, head_dim: int, window: int | None, packed: int, dtype: torch.dtype
+    lengths: list[int],
+    counts: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    packed: int,
+    dtype: torch.dtype,
 ) -> None:
     """Spans of any number of rows, whole prompts and later pieces, in one launch; a span without tiles stays as it is."""
     lengths, counts = [*lengths, 5], [*counts, 2]

@@ -302,11 +302,55 @@ def test_ranks_that_fail_alike_within_the_second_are_collected():
         assert head.collect(0, soon(), failed_at=monotonic()) == [failed(1), failed(2)]
 
 
+def test_check_gives_a_busy_head_one_second_after_each_failing_ack(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("protocol.links.monotonic", lambda: clock[0])
+    with epoch_links(world=2) as (head, workers):
+        for step, when in ((0, 100.0), (1, 200.0)):
+            clock[0] = when
+            head.check()
+            workers[1].ack(failed(1, step), soon())
+            head.check()
+            clock[0] = when + 0.9
+            head.check()
+            assert head.collect(step, None) == [failed(1, step)]
+        workers[1].ack(failed(1, 2), soon())
+        head.check()
+        assert head.collect(2, None) == [failed(1, 2)]
+        clock[0] = 300.0
+        workers[1].ack(failed(1, 3), soon())
+        head.check()
+        clock[0] = 301.1
+        with pytest.raises(EpRankFailed, match="step 3 failed on some ranks while others still run it: rank 1: ValueError: odd"):
+            head.check()
+
+
+def test_check_sees_the_closed_flag_and_a_worker_sees_its_head_leave():
+    flag = threading.Event()
+    with epoch_links(world=2, closed=flag.is_set) as (head, workers):
+        head.check()
+        workers[1].check()
+        flag.set()
+        for end in (head, workers[1]):
+            with pytest.raises(EpEpochClosed):
+                end.check()
+        flag.clear()
+        head.close()
+        with pytest.raises(EpPeerGone, match="the head is gone"):
+            workers[1].check()
+
+
 def test_a_world_of_one_has_no_links():
     head = HeadLinks([], EPOCH, never)
     head.send(b"frame")
     assert head.collect(0, None) == []
     assert (head.world, head.collect_blobs(None), head.filenos()) == (1, [], [])
+
+
+def test_small_writes_are_not_held_back_on_tcp():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        Channel(sock, "rank 1")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
 def test_a_peer_that_floods_is_refused():

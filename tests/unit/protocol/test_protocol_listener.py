@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
@@ -16,9 +18,9 @@ import pytest
 from protocol.ack import Ack, AckStatus
 from protocol.address import split_host_port
 from protocol.commands import BATCH, Ping
-from protocol.errors import EpDeadline, EpEpochClosed, EpHandshakeRefused, EpPeerGone
+from protocol.errors import EpDeadline, EpEpochClosed, EpFrameCorrupt, EpHandshakeRefused, EpPeerGone
 from protocol.frame import encode
-from protocol.hello import Hello, pack_hello, token_hash
+from protocol.hello import Hello, Reason, pack_answer, pack_hello, token_hash, unpack_answer, unpack_hello
 from protocol.links import WorkerLink
 from protocol.listener import Listener
 
@@ -109,6 +111,34 @@ def test_a_wrong_hello_is_refused_and_reported_and_the_right_one_still_comes_in(
         worker.close()
     assert len(refused) == 1
     assert re.search(reported, refused[0])
+
+
+def sealed(fields):
+    return fields + struct.pack("<I", zlib.crc32(fields))
+
+
+def test_golden_bytes_of_hello_and_answer():
+    secret = hashlib.sha256(b"ep_runtime link\0" + b"secret").digest()
+    hello = sealed(struct.pack("<4sHHII32s", b"EPHI", 1, 2, 5, 3, secret))
+    assert pack_hello(Hello(2, 5, 3, token_hash("secret"))) == hello
+    assert unpack_hello(hello) == Hello(2, 5, 3, secret)
+    assert pack_answer(Reason.EPOCH) == sealed(struct.pack("<4sHH", b"EPHO", 1, 3))
+    assert unpack_answer(sealed(struct.pack("<4sHH", b"EPHO", 1, 0))) is Reason.ACCEPTED
+
+
+@pytest.mark.parametrize(
+    ("data", "unpack", "named"),
+    [
+        (sealed(struct.pack("<4sHHII32s", b"EPRT", 1, 2, 5, 3, bytes(32))), unpack_hello, "EPRT"),
+        (sealed(struct.pack("<4sHHII32s", b"EPHI", 2, 2, 5, 3, bytes(32))), unpack_hello, "hello starts with"),
+        (sealed(struct.pack("<4sHH", b"EPHI", 1, 0)), unpack_answer, "EPHI"),
+        (sealed(struct.pack("<4sHH", b"EPHO", 1, 9)), unpack_answer, "reason is 9"),
+        (struct.pack("<4sHHI", b"EPHO", 1, 0, 0), unpack_answer, "answer checksum"),
+    ],
+)
+def test_a_malformed_hello_or_answer_is_refused_by_name(data, unpack, named):
+    with pytest.raises(EpFrameCorrupt, match=named):
+        unpack(data)
 
 
 def test_a_rank_comes_in_once():

@@ -25,6 +25,7 @@ from protocol.slots import (
     poison,
     prepare,
     table_digest,
+    undo,
 )
 
 LIMITS = SlotLimits(max_slots=4, num_blocks=12, block_size=4, max_length=24, max_rows=16, world=2, max_adapter=1)
@@ -189,6 +190,24 @@ def test_poison_touches_the_slots_of_a_forward_alone(table):
     assert table[0].status is SlotStatus.ACTIVE
     poison(Decode(spans=[span(0, 10, 1, fed=True)]), table)
     assert (table[0].status, table[0].can_feed, table[1].status) == (SlotStatus.POISONED, False, SlotStatus.ACTIVE)
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_undo_empties_the_slot_that_a_failed_command_filled(table, applied):
+    before = table_digest(table)
+    for command in (
+        Alloc(token_budget=20, prefix_length=4, prefix_blocks=[0]),
+        Copy(source=0, length=10, token_budget=20, shared_blocks=[0, 1], block_pairs=[(2, 5)]),
+    ):
+        change = prepare(command, 3, table, LIMITS)
+        if applied:
+            apply(change, table)
+            assert table_digest(table) != before
+        undo(change, table)
+        check_integrity(table, LIMITS)
+        assert table_digest(table) == before
+    undo(prepare(Free(), 0, table, LIMITS), table)
+    assert table_digest(table) == before
 
 
 def test_clear_all_is_the_start_of_an_epoch(table):

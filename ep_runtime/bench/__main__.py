@@ -1,0 +1,31 @@
+"""`python -m ep_runtime.bench decode|prefill|throughput|demo`; all but the last also under torchrun, with any number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from ep_runtime.bench import decode, demo, prefill
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the flags and run one benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m ep_runtime.bench", description=__doc__)
+    commands = parser.add_subparsers(dest="benchmark", required=True)
+    kinds = {
+        "decode": (decode.__doc__, decode.add_arguments, decode.run),
+        "prefill": ("tokens per second of prompts", prefill.add_prefill_arguments, prefill.run_prefill),
+        "throughput": ("seconds of many requests at once", prefill.add_throughput_arguments, prefill.run_throughput),
+        "demo": (demo.__doc__, demo.add_arguments, demo.run),
+    }
+    for name, (text, add_arguments, run) in kinds.items():
+        command = commands.add_parser(name, help=text, description=text)
+        add_arguments(command)
+        command.set_defaults(run=run)
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()

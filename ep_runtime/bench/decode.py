@@ -1,0 +1,118 @@
+"""`decode`: milliseconds of a steady decode step by batch size, beside the floor that memory sets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ep_runtime.bench import report
+from ep_runtime.bench.floor import split
+from ep_runtime.bench.profile import StepProfile
+from ep_runtime.bench.session import Session, add_model_arguments, check_complete, greedy, numbers, open_session, random_prompts
+from ep_runtime.bench.steps import Arrival, steady_intervals, summarise
+
+COLUMNS = {
+    "batch": "batch",
+    "step_ms": "ms/step",
+    "p90_ms": "p90",
+    "tokens_per_s": "tokens/s",
+    "floor_ms": "floor ms",
+    "ratio": "step/floor",
+    "split_floor_ms": "split floor",
+    "gigabytes": "GB/step",
+    "host_ms": "host ms",
+    "steps": "steps",
+}
+WARM_TOKENS = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subcommand's flags."""
+    add_model_arguments(parser)
+    parser.add_argument("--batch", type=numbers, default=[1, 8, 32, 128], metavar="N,N", help="sequences at once")
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument(
+        "--prompt-file", type=Path, help="JSON list of token ids, instead of random prompts; its first answer is kept"
+    )
+    parser.add_argument("--profile", action="store_true", help="also show the kernels that a step's time goes to")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print the table and write the JSON."""
+    given = json.loads(options.prompt_file.read_text(encoding="utf-8")) if options.prompt_file else None
+    prompt_len = len(given) if given is not None else options.prompt_len
+    length = prompt_len + options.new_tokens
+    with open_session(options, sequences=max(options.batch), length=length) as session:
+        rows = []
+        for batch in options.batch:
+            prompts = [given] * batch if given is not None else random_prompts(batch, prompt_len, session.llm.vocab_size)
+            rows.append(measure(session, prompts, options.new_tokens))
+            print(f"batch {batch}: {rows[-1]['step_ms']:.3f} ms a step", flush=True)
+        profiles = [profile(session, batch, prompt_len) for batch in options.batch] if options.profile else []
+        memory = session.llm.memory_bytes()
+        result = {"benchmark": "decode", **report.environment(), **session.describe(), "memory_bytes": memory, "rows": rows}
+    about = ("model", "ranks", "dtype", "device", "forward_mode", "load_seconds", "ready_seconds", "bandwidth_gb_s")
+    print(f"\n{', '.join(f'{name} {result[name]}' for name in about)}, memory {memory / 2**30:.1f} GiB")
+    print(f"prompts of {prompt_len} tokens, {options.new_tokens} new; attention {result['attention_layout']}")
+    print(report.table(rows, COLUMNS))
+    for kernels in profiles:
+        print(f"\n{kernels['title']}\n{kernels['table']}")
+    report.write(options.out, result | {"profiles": profiles})
+
+
+def measure(session: Session, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """One row: all prompts at once, greedy. Host time is this thread's processor time, where the device is not the processor."""
+    llm, batch = session.llm, len(prompts)
+    check_complete(llm.generate(prompts, greedy(min(WARM_TOKENS, new_tokens))), min(WARM_TOKENS, new_tokens))
+    llm.arrivals.clear()
+    host = time.thread_time()
+    outputs = llm.generate(prompts, greedy(new_tokens))
+    host = time.thread_time() - host
+    check_complete(outputs, new_tokens)
+    intervals = steady_intervals(llm.arrivals, batch)
+    times = summarise(intervals)
+    moved = llm.step_bytes(batch, len(prompts[0]) + new_tokens // 2)
+    floor = moved.milliseconds(session.bandwidth)
+    return {
+        "batch": batch,
+        "step_ms": times.median,
+        "mean_ms": times.mean,
+        "p90_ms": times.p90,
+        "steps": times.steps,
+        "tokens_per_s": batch / times.median * 1e3,
+        "floor_ms": floor,
+        "ratio": times.median / floor,
+        "split_floor_ms": split(moved, llm.parallel.world).milliseconds(session.bandwidth),
+        "gigabytes": moved.total / 1e9,
+        "bytes": asdict(moved),
+        "host_ms": host / len(llm.arrivals) * 1e3 if llm.device.type != "cpu" else None,
+        "tokens": outputs[0].outputs[0].token_ids,
+        "intervals_ms": [round(interval, 4) for interval in intervals],
+    }
+
+
+def profile(session: Session, batch: int, prompt_len: int) -> dict[str, Any]:
+    """Where the time of some steady steps goes."""
+    llm = session.llm
+    watch = StepProfile(llm.device.type, batch)
+    keep = llm.on_arrival
+
+    def note(arrival: Arrival) -> None:
+        keep(arrival)
+        watch.arrived(arrival)
+
+    llm.on_arrival = note
+    prompts = random_prompts(batch, prompt_len, llm.vocab_size)
+    try:
+        room = llm.max_model_len - prompt_len
+        llm.generate(prompts, greedy(min(watch.tokens_needed, room)))
+    finally:
+        llm.on_arrival = keep
+    rows = watch.rows()
+    title = f"batch {batch}: time of {watch.steps_seen} steps by kernel"
+    return {"title": title, "rows": rows, "table": report.table(rows[:20], StepProfile.COLUMNS)}

@@ -1,0 +1,47 @@
+"""From the times at which results arrived to the time of a step."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+SETTLE = 4
+"""Intervals after the first full step that are left out: it may still have prompt rows beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One step's results on the host: seconds of `time.perf_counter`, and how many sequences got tokens."""
+
+    at: float
+    sequences: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """Milliseconds of steady decode steps: median, mean, 90th percentile, and how many there were."""
+
+    median: float
+    mean: float
+    p90: float
+    steps: int
+
+
+def steady_intervals(arrivals: Sequence[Arrival], batch: int) -> list[float]:
+    """Milliseconds between results of neighbouring steps that gave all `batch` sequences a token, the first `SETTLE` left out."""
+    full = [1e3 * (now.at - before.at) for before, now in pairwise(arrivals) if before.sequences == now.sequences == batch]
+    return full[SETTLE:]
+
+
+def summarise(intervals: Sequence[float]) -> StepTimes:
+    """The statistics of `intervals` (milliseconds). Raises ValueError when there are fewer than two."""
+    if len(intervals) < 2:
+        raise ValueError(f"{len(intervals)} steady decode steps are too few to time; generate more tokens")
+    return StepTimes(
+        median=statistics.median(intervals),
+        mean=statistics.fmean(intervals),
+        p90=statistics.quantiles(intervals, n=10, method="inclusive")[-1],
+        steps=len(intervals),
+    )

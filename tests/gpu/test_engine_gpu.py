@@ -1,0 +1,101 @@
+"""The engine on GPUs: greedy tokens of tiny checkpoints of every family are those of the CPU, on one device and over NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.checkpoints import hf_logits, make_checkpoint, prompt
+from tests.support.greedy import Judged, judge_greedy
+from tests.support.ranks import RankPool
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+GENERATE = "tests.distributed.engine_cases:generate"
+LENGTHS = (1, 2, 63, 64, 65, 200)
+NEW_TOKENS = 12
+FAMILIES = [
+    ("mixtral", "plain"),
+    ("mixtral", "window"),
+    ("qwen3", "plain"),
+    ("llama", "llama3"),
+    ("qwen3_moe", "yarn"),
+    ("qwen3_moe", "fused"),
+    ("qwen3_next", "plain"),
+    ("qwen3_next", "mixed"),
+    ("qwen3_5", "plain"),
+    ("qwen3_5_moe", "fused"),
+]
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return lambda family, variant: make_checkpoint(family, variant, root / f"{family}-{variant}")
+
+
+@pytest.fixture(scope="session")
+def run(ranks: RankPool) -> Run:
+    """`run(folder, device, world, **settings)`: answers to mixed requests in odd chunks. CPU answers are made once."""
+
+    def requests() -> list[dict[str, Any]]:
+        kind = {"max_tokens": NEW_TOKENS, "prompt_logprobs": 0}
+        return [{"prompt": prompt(length, seed=place), **kind} for place, length in enumerate(LENGTHS)]
+
+    @cache
+    def answers(folder: Path, device: str, world: int, dtype: str) -> list[dict[str, Any]]:
+        sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 47, "max_model_len": 256}
+        where = {"folder": str(folder), "device": device, "dtype": dtype}
+        result = ranks.run(world, GENERATE, requests=requests(), together=True, deadline=300.0, **where, **sizes)[0]
+        for answer in result["answers"]:
+            assert (answer["finish"], answer["error"], len(answer["tokens"])) == ("length", None, NEW_TOKENS)
+        return result["answers"]
+
+    return answers
+
+
+@pytest.mark.parametrize(("family", "variant"), FAMILIES)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_devices)])
+def test_float32_tokens_are_those_of_the_cpu(
+    run: Run, folder_of: Callable[[str, str], Path], family: str, variant: str, world: int
+) -> None:
+    assert not torch.backends.cuda.matmul.allow_tf32
+    folder = folder_of(family, variant)
+    on_gpu, on_cpu = run(folder, "cuda", world, "float32"), run(folder, "cpu", 1, "float32")
+    judged = Judged()
+    for place, answer in enumerate(on_gpu):
+        judge_greedy(folder, prompt(LENGTHS[place], seed=place), answer["tokens"], judged)
+    if judged.ties == 0:
+        assert [answer["tokens"] for answer in on_gpu] == [answer["tokens"] for answer in on_cpu]
+    assert judged.ties <= 1
+
+
+@pytest.mark.parametrize(("family", "variant"), FAMILIES)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_devices)])
+def test_bfloat16_is_as_near_to_float32_as_on_the_cpu(
+    run: Run, folder_of: Callable[[str, str], Path], family: str, variant: str, world: int
+) -> None:
+    folder = folder_of(family, variant)
+    gpu = errors(folder, run(folder, "cuda", world, "bfloat16"))
+    cpu = errors(folder, run(folder, "cpu", 1, "bfloat16"))
+    assert gpu.mean() < 1.5 * cpu.mean()
+    assert gpu.median() < 1.5 * cpu.median()
+
+
+def errors(folder: Path, answers: list[dict[str, Any]]) -> torch.Tensor:
+    """Absolute differences of the prompts' log-probabilities from transformers' in float32."""
+    found = []
+    for place, answer in enumerate(answers):
+        ids = prompt(LENGTHS[place], seed=place)
+        if len(ids) == 1:
+            continue
+        exact = hf_logits(folder, ids).log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        found.append((torch.tensor(answer["prompt_logprobs"]) - exact).abs())
+    return torch.cat(found)

@@ -1,0 +1,81 @@
+"""The benchmarks from end to end on tiny models: on one rank, under torchrun, with a profile, and the demo against transformers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.support.checkpoints import make_checkpoint
+
+COMMON = ["--device", "cpu", "--dtype", "float32", "--prompt-len", "9"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("mixtral", "plain", tmp_path_factory.mktemp("bench"))
+
+
+def bench(*arguments: object, ranks: int = 1) -> str:
+    launcher = [] if ranks == 1 else ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    command = [sys.executable, "-P", "-m", *launcher, "ep_runtime.bench", *(str(argument) for argument in arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def test_decode_on_one_rank_and_on_two(folder: Path, tmp_path: Path) -> None:
+    rows = {}
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}.json"
+        text = bench("decode", "--model", folder, *COMMON, "--batch", "1,3", "--new-tokens", 14, "--out", out, ranks=ranks)
+        result = read(out)
+        assert (result["ranks"], result["dtype"], result["model"]) == (ranks, "float32", folder.name)
+        rows[ranks] = result["rows"]
+        assert text.count("step/floor") == 1
+        for row in rows[ranks]:
+            assert row["step_ms"] > row["floor_ms"] > 0
+            assert row["steps"] == len(row["intervals_ms"]) > 2
+    assert [row["tokens"] for row in rows[1]] == [row["tokens"] for row in rows[2]]
+    assert rows[2][0]["bytes"]["head"] < rows[1][0]["bytes"]["head"]
+
+
+def test_dummy_weights_from_a_config_file_and_a_profile(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["decode", "--model", folder / "config.json", *COMMON, "--batch", "2", "--new-tokens", 40, "--profile"]
+    text = bench(*arguments, "--out", out)
+    profile = read(out)["profiles"][0]["rows"]
+    assert any("addmm" in row["name"] or "mm" in row["name"] for row in profile)
+    assert "time of 16 steps by kernel" in text
+
+
+def test_prefill_and_throughput(folder: Path, tmp_path: Path) -> None:
+    prefill, load = tmp_path / "prefill.json", tmp_path / "load.json"
+    bench("prefill", "--model", folder, *COMMON, "--batch", "1,2", "--repeat", 1, "--out", prefill)
+    bench("throughput", "--model", folder, *COMMON, "--requests", 5, "--max-num-seqs", 3, "--new-tokens", 6, "--out", load)
+    assert [row["prompts"] * 9 / row["seconds"] for row in read(prefill)["rows"]] == pytest.approx(
+        [row["tokens_per_s"] for row in read(prefill)["rows"]]
+    )
+    row = read(load)["rows"][0]
+    assert row["seconds"] * row["new_tokens_per_s"] == pytest.approx(5 * 6)
+
+
+def test_demo_compares_with_transformers_token_by_token(folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({f"{letter}": 3 + place for place, letter in enumerate("abcdefgh")}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    out = tmp_path / "demo.json"
+    bench("demo", "--model", folder, "--dtypes", "float32", "--new-tokens", 16, "--rounds", 1, "--out", out)
+    row = read(out)["rows"][0]
+    assert row["same_tokens"] is True
+    assert row["ratio"] == pytest.approx(row["peer_ms"] / row["ours_ms"])
+    assert row["megabytes"] * 1e6 == sum(row["bytes"].values())
