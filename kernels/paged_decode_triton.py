@@ -32,9 +32,11 @@ class DecodeConfig:
     stages: int = 3
 
 
-def default_decode_config(spans: int, kv_heads: int, head_dim: int, max_seq: int) -> DecodeConfig:
+def default_decode_config(
+    spans: int, kv_heads: int, head_dim: int, max_seq: int, dtype: torch.dtype = torch.bfloat16
+) -> DecodeConfig:
     """Enough parts for about two programs a multiprocessor, none shorter than two tiles of the longest sequence."""
-    tile = 64 if head_dim <= 128 else 32
+    tile = 64 if head_dim * dtype.itemsize <= 256 else 32
     wanted = -(-256 // (spans * kv_heads))
     return DecodeConfig(tile=tile, splits=max(1, min(wanted, -(-max_seq // (2 * tile)), 64)))
 
@@ -60,10 +62,10 @@ def paged_decode(
     """Attention of the last rows of sequences: q `[T, heads, head_dim]` -> `[T, heads * head_dim]` in q's dtype.
 
     Row s is span s's unless `query_start [S + 1]` says which rows are (at most `max_rows` of each); `spans` [n] names the spans to
-    take, every one when None. block_tables `[S, B]` int32, seq_lens `[S]` int32; `max_seq` bounds them on the host. A span of length
-    0 is idle: it reads no cache and its row becomes zeros. Caches `[N, P, kv_heads, head_dim]`, P a multiple of 16. `gate` `[T, heads
-    * head_dim]` (rows may be strided): the output is multiplied by its sigmoid. Rows of other spans are left as they are in `out`.
-    `turns` int32, one zero for each (span, key/value head), zero again afterwards, saves the second launch.
+    take, every one when None. block_tables `[S, B]` int32, seq_lens `[S]` int32; `max_seq` bounds them on the host. A span of
+    length 0 is idle: it reads no cache and its row becomes zeros. Caches `[N, P, kv_heads, head_dim]`, P a multiple of 16. `gate`
+    `[T, heads * head_dim]` (rows may be strided): the output is multiplied by its sigmoid. Rows of other spans are left as they are
+    in `out`. `turns` int32, one zero for each (span, key/value head), zero again afterwards, saves the second launch.
     """
     rows, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
@@ -75,7 +77,7 @@ def paged_decode(
         out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
     if count == 0:
         return out
-    config = config or default_decode_config(count, kv_heads, head_dim, max_seq)
+    config = config or default_decode_config(count, kv_heads, head_dim, max_seq, q.dtype)
     if turns is not None and turns.numel() < count * kv_heads:
         raise ValueError(f"{turns.numel()} turns for {count} spans of {kv_heads} heads")
     group = heads // kv_heads
@@ -268,9 +270,9 @@ def _decode_kernel(
         values = tl.load(v_cache + where[:, None] + at[None, :], mask=live[:, None], other=0.0)
         summed = tl.dot(weight.to(values.dtype), values, summed * fade[:, None], input_precision=PRECISION)
         top = higher
-    if not SPLIT:
+    if not SPLIT:  # noqa: SIM114
         _store_out(out, gate, summed / total[:, None], out_row, element, real[:, None], gate_stride, HEADS * HEAD_DIM)
-    elif (used == 1) & IN_TURN:
+    elif (used == 1) & IN_TURN:  # the branch before is chosen when compiling
         _store_out(out, gate, summed / total[:, None], out_row, element, real[:, None], gate_stride, HEADS * HEAD_DIM)
     else:
         head = index * KV_HEADS + kv

@@ -35,8 +35,10 @@ class PrefillConfig:
         return max(1, self.packed // triton.next_power_of_2(group))
 
 
-def default_prefill_config(head_dim: int) -> PrefillConfig:
-    """Tiles whose keys and values fit into shared memory three deep; two where heads are wide."""
+def default_prefill_config(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> PrefillConfig:
+    """Tiles whose keys and values fit into shared memory three deep; two where heads are wide. Small ones for float32."""
+    if dtype == torch.float32:
+        return PrefillConfig(packed=32, tile=32, warps=4, stages=1)
     return PrefillConfig(tile=64, stages=3 if head_dim <= 128 else 2)
 
 
@@ -70,8 +72,8 @@ def paged_prefill(
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
     """Attention of the rows that `tiles` name, q `[T, heads, head_dim]` -> `[T, heads * head_dim]`.
-
-    `tiles` is what `prefill_tiles` gave for the config's `tile_rows`, on the device. Other arguments as of `paged_decode`. Rows of spans that have no tile are left as they are in `out`.
+ `tiles` is what `prefill_tiles` gave for the config's `tile_rows`, on the device. Other arguments as of `paged_decode`. Rows of
+spans that have no tile are left as they are in `out`.
     """
     rows, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
@@ -82,7 +84,7 @@ def paged_prefill(
         out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
     if tiles.shape[0] == 0:
         return out
-    config = config or default_prefill_config(head_dim)
+    config = config or default_prefill_config(head_dim, q.dtype)
     group = heads // kv_heads
     _prefill_kernel[(tiles.shape[0] * kv_heads,)](
         q,

@@ -104,6 +104,7 @@ def attention_inputs(
         HALF_POW2=triton.next_power_of_2(half),
         REST=rest,
         REST_POW2=triton.next_power_of_2(max(rest, 1)),
+        HEAD_POW2=triton.next_power_of_2(head_dim),
         BLOCK=block,
         NORM=q_norm is not None,
         ZERO_CENTERED=zero_centered,
@@ -196,6 +197,7 @@ def _inputs_kernel(
     HALF_POW2: tl.constexpr,
     REST: tl.constexpr,
     REST_POW2: tl.constexpr,
+    HEAD_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -225,18 +227,17 @@ def _inputs_kernel(
             if part < q_parts + kv_parts:
                 to = k_cache + place
                 _turn_heads(
-            source, to, k_norm, cos, sin, first, KV_HEADS, HEAD_DIM,
-            HALF, HALF_POW2, REST, REST_POW2, BLOCK, eps, NORM, ZERO_CENTERED,
-        )  # fmt: skip
+                    source, to, k_norm, cos, sin, first, KV_HEADS, HEAD_DIM,
+                    HALF, HALF_POW2, REST, REST_POW2, BLOCK, eps, NORM, ZERO_CENTERED,
+                )  # fmt: skip
             else:
                 head = first - kv_parts * BLOCK + tl.arange(0, BLOCK)
-                _copy_heads(source + KV_HEADS * HEAD_DIM, v_cache + place, head, KV_HEADS, HEAD_DIM)
+                _copy_heads(source + KV_HEADS * HEAD_DIM, v_cache + place, head, KV_HEADS, HEAD_DIM, HEAD_POW2)
 
 
 @triton.jit
-def _copy_heads(source, target, head, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _copy_heads(source, target, head, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Heads of one row to another."""
-    WIDTH: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     at = tl.arange(0, WIDTH)[None, :]
     here = (head < COUNT)[:, None] & (at < HEAD_DIM)
     tl.store(target + head[:, None] * HEAD_DIM + at, tl.load(source + head[:, None] * HEAD_DIM + at, mask=here), mask=here)

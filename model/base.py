@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from kernels.one_shot_triton import PeerMemory
     from model.batch import ForwardBatch, ForwardOutput
     from model.spec import ModelSpec
     from model.state.registry import StateRegistry
@@ -17,6 +18,10 @@ class Communicator(Protocol):
 
     rank: int
     world: int
+    launched: int
+    """Collectives launched so far, so that ranks can compare."""
+    peers: PeerMemory | None
+    """Memory that the ranks' GPUs show each other, where there is any: kernels may sum through it instead of calling `reduce`."""
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum of all ranks' `partial` (same shape and dtype), accumulated in float32 in rank order: the same bits everywhere."""
@@ -36,6 +41,8 @@ class SingleRank:
 
     rank = 0
     world = 1
+    launched = 0
+    peers: PeerMemory | None = None
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """The only partial is the sum."""

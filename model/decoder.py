@@ -16,6 +16,7 @@ from model.layers.delta_net import GatedDeltaNet
 from model.layers.mlp import Mlp
 from model.layers.moe import Moe
 from model.layers.norm import RMSNorm
+from model.layers.operators import Pending
 from model.layers.rotary import Rotary
 from model.layers.step import Step
 from model.parallel import ExpertPlacement, Parallel
@@ -38,14 +39,14 @@ class DecoderLayer(nn.Module):
         self.moe = Moe(config.moe, config.hidden_size, held, build) if layer.sparse and config.moe is not None else None
         self.mlp = None if self.moe is not None else Mlp(config.hidden_size, config.intermediate_size, build)
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """`[T, hidden] -> [T, hidden]`"""
-        x = x + self.mixer(self.mixer_norm(x), step)
-        normed = self.mlp_norm(x)
+    def forward(self, x: torch.Tensor, pending: Pending | None, step: Step) -> Pending:
+        """Take the output of the layer before into the residual `x [T, hidden]`, in place; this layer's output is pending."""
+        mixed = self.mixer(step.operators.add_norm(x, pending, self.mixer_norm, step), step)
+        normed = step.operators.add_norm(x, Pending(mixed), self.mlp_norm, step)
         if self.moe is not None:
-            return x.add_(self.moe(normed, step))
+            return self.moe(normed, step)
         assert self.mlp is not None
-        return x.add_(self.mlp(normed))
+        return Pending(self.mlp(normed, step))
 
 
 class VocabHead(nn.Module):
@@ -77,6 +78,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, spec: ModelSpec, parallel: Parallel, placement: ExpertPlacement, build: Build) -> None:
         super().__init__()
         self._spec = spec
+        self._operators = build.operators
         self._rotary = Rotary(config.rope)
         # A tied table is also the head: its shards are padded to one size, and it has the layout of a weight.
         rows = parallel.world * parallel.vocab_shard(config.vocab_size) if config.tied else config.vocab_size
@@ -98,17 +100,20 @@ class Decoder(nn.Module):
         """One ragged forward; writes the caches and recurrent states of the batch's slots."""
         self._check(batch)
         x = self.embed(batch)
-        cos, sin = self._rotary.tables(batch.positions, x.dtype)
-        step = Step(batch=batch, state=state, comm=comm, cos=cos, sin=sin)
+        prepared = self._operators.prepare(batch, self._rotary, x.dtype)
+        step = Step(batch=batch, state=state, comm=comm, operators=self._operators, prepared=prepared)
         captures = {}
+        pending = None
         for number, layer in enumerate(self.layers):
-            x = layer(x, step)
+            pending = layer(x, pending, step)
             if number in batch.captures:
+                self._operators.settle(x, pending, step)
+                pending = None
                 captures[number] = x.index_select(0, batch.wanted_rows)
         routing = torch.stack(step.routing) if step.routing else None
         if not len(batch.wanted_rows):
             return ForwardOutput(logits=None, captures=captures, routing=routing)
-        rows = self.norm(x.index_select(0, batch.wanted_rows))
+        rows = self._operators.add_norm(x, pending, self.norm, step).index_select(0, batch.wanted_rows)
         logits = self.head(rows, self.embedding, comm)
         return ForwardOutput(logits=logits, hidden=rows if batch.hidden_rows else None, captures=captures, routing=routing)
 

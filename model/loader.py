@@ -21,6 +21,7 @@ from model.decoder import Decoder
 from model.families import registry
 from model.folder import ModelFolder, TensorManifest, open_folder, read_manifest
 from model.formats import refuse_quantised
+from model.layers.operators import Operators
 from model.loading.checks import check_manifest
 from model.loading.dummy import fill_norms
 from model.loading.materialise import THREADS, materialise, release, weight_bytes
@@ -106,6 +107,7 @@ def prepare_model(
     device: torch.device | str,
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    operators: Operators | None = None,
 ) -> PreparedModel:
     """Resolve the configuration, build the module on the meta device and check the files' headers against its weight map.
 
@@ -125,7 +127,7 @@ def prepare_model(
         check_manifest(weight_map, manifest)
     # The memory layout is that of the device where the weights will lie, not of the meta device.
     row_major = device.type != "cpu"
-    module = registry.build_model(config, parallel, placement, dtype=dtype, device="meta", row_major=row_major)
+    module = registry.build_model(config, parallel, placement, dtype=dtype, device="meta", row_major=row_major, operators=operators)
     return PreparedModel(
         folder=opened,
         parallel=parallel,

@@ -10,10 +10,13 @@ import datetime
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
+
+if TYPE_CHECKING:
+    from kernels.one_shot_triton import PeerMemory
 
 # torch's type stubs leave out stores and _torch.
 _torch: Any = distributed
@@ -36,6 +39,7 @@ class GroupCommunicator:
         self.rank = rank
         self.world = world
         self.launched = 0
+        self.peers: PeerMemory | None = None
         self._group = group
         self._device = device
         self._check = check

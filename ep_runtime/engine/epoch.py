@@ -20,7 +20,7 @@ import torch
 
 from ep_runtime.engine.broadcast import Broadcaster
 from ep_runtime.engine.comm import connect_store, form_group
-from ep_runtime.engine.executor import CountingCommunicator, Executor
+from ep_runtime.engine.executor import EpochCommunicator, Executor
 from ep_runtime.engine.rank import RankModel
 from ep_runtime.engine.worker import Worker
 from model.base import SingleRank
@@ -48,10 +48,8 @@ class EpochPlace:
     host: str = "127.0.0.1"
 
 
-class CountedSingleRank(SingleRank):
-    """A world of one launches no collectives."""
-
-    launched = 0
+class LoneRank(SingleRank):
+    """A world of one has no group."""
 
     def close(self) -> None:
         """There is no group to leave."""
@@ -60,7 +58,7 @@ class CountedSingleRank(SingleRank):
 class RankEpoch:
     """What one rank owns for one epoch. `close` tears it down, newest first."""
 
-    def __init__(self, rank: RankModel, place: EpochPlace, comm: CountingCommunicator, num_blocks: int) -> None:
+    def __init__(self, rank: RankModel, place: EpochPlace, comm: EpochCommunicator, num_blocks: int) -> None:
         config = rank.config
         self.place = place
         self.limits = SlotLimits(
@@ -182,9 +180,9 @@ def own_fingerprint(rank: RankModel, place: EpochPlace, num_blocks: int) -> Fing
     )
 
 
-def _communicator(rank: RankModel, place: EpochPlace, check: Callable[[], None]) -> CountingCommunicator:
+def _communicator(rank: RankModel, place: EpochPlace, check: Callable[[], None]) -> EpochCommunicator:
     if place.world == 1:
-        return CountedSingleRank()
+        return LoneRank()
     timeout = rank.config.handshake_timeout
     store = connect_store(place.store, place.world, timeout)
     return form_group(

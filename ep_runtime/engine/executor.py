@@ -34,10 +34,8 @@ if TYPE_CHECKING:
     from protocol.frame import Frame
 
 
-class CountingCommunicator(Communicator, Protocol):
-    """A communicator that counts what it launched, so that ranks can compare."""
-
-    launched: int
+class EpochCommunicator(Communicator, Protocol):
+    """A communicator that can be left."""
 
     def close(self) -> None:
         """Leave the group; never waits for another rank."""
@@ -55,7 +53,7 @@ class Executor:
         self,
         model: Model,
         state: StateRegistry,
-        comm: CountingCommunicator,
+        comm: EpochCommunicator,
         limits: SlotLimits,
         device: torch.device,
     ) -> None:

@@ -12,6 +12,7 @@ import logging
 import socket
 import sys
 import time
+from collections import deque
 from contextlib import closing
 from pathlib import Path
 
@@ -65,6 +66,7 @@ class Engine:
         self._stop: Stop | None = None
         self._stopped_at = 0.0
         self._ended: EndEpoch | None = None
+        self._later: deque[object] = deque()
         self._listener: Listener | None = None
         self._store: object = None
 
@@ -84,7 +86,7 @@ class Engine:
         )
         self._control.send(Loaded(welcome.rank), SEND_TIMEOUT_S)
         while self._stop is None:
-            match self._control.recv():
+            match self._later.popleft() if self._later else self._control.recv():
                 case OpenEpoch() as message:
                     self._open(message, config)
                 case BeginEpoch() as message:
@@ -172,8 +174,12 @@ class Engine:
     # The control socket, while an epoch runs
 
     def _poll(self) -> None:
+        """What follows the epoch's end, such as the next epoch, waits until this one is left."""
         for message in self._control.ready():
-            self._note(message)
+            if self._ended is None:
+                self._note(message)
+            else:
+                self._later.append(message)
 
     def _note(self, message: object) -> None:
         match message:

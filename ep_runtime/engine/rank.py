@@ -11,6 +11,7 @@ import torch
 from ep_runtime.config import RuntimeConfig
 from model.folder import Fingerprint as FolderFingerprint
 from model.folder import fingerprint, open_folder
+from model.layers.operators import Operators, TorchOperators
 from model.loader import LoadedModel, prepare_model
 from model.memory import MemoryPlan, Needs, device_memory, plan_memory
 from model.parallel import Parallel
@@ -52,7 +53,15 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
         torch.set_num_threads(config.threads)
     folder = Path(config.model)
     dtype = choose_dtype(config.dtype, open_folder(folder).config)
-    prepared = prepare_model(folder, parallel, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed)
+    prepared = prepare_model(
+        folder,
+        parallel,
+        dtype=dtype,
+        device=device,
+        load_format=config.load_format,
+        seed=config.seed,
+        operators=choose_operators(config.forward_mode, device),
+    )
     max_model_len = config.max_model_len or prepared.spec.max_positions
     needs = Needs(
         dtype=str(dtype).removeprefix("torch."),
@@ -75,6 +84,15 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
         max_model_len=max_model_len,
         folder=fingerprint(folder),
     )
+
+
+def choose_operators(forward_mode: str | None, device: torch.device) -> Operators:
+    """GPU kernels, or torch's on a CPU and for the mode `reference`."""
+    if device.type != "cuda" or forward_mode == "reference":
+        return TorchOperators()
+    from model.layers.fused import FusedOperators
+
+    return FusedOperators(device, log.warning)
 
 
 def choose_dtype(asked: str, config_json: dict) -> torch.dtype:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from model.decoder import Decoder
+    from model.layers.operators import Operators
 
 FAMILIES: tuple[Family, ...] = (llama.FAMILY, mixtral.FAMILY, qwen3.FAMILY, qwen3_next.FAMILY, qwen3_5.FAMILY)
 
@@ -57,18 +58,21 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     row_major: bool | None = None,
+    operators: Operators | None = None,
 ) -> Decoder:
     """The model of one rank, parameters without values on `device` ("meta" too).
 
-    `row_major` is the memory layout of weights, by default that of the device: see `model.layers.linear.empty_weight`.
+    `row_major` is the memory layout of weights, by default that of the device: see `model.layers.linear.empty_weight`. `operators`
+    are the kernels, by default torch's.
     """
     import torch
 
     from model.decoder import Decoder
     from model.layers.build import Build
+    from model.layers.operators import TorchOperators
 
     device = torch.device(device)
-    build = Build(dtype, device, device.type != "cpu" if row_major is None else row_major)
+    build = Build(dtype, device, device.type != "cpu" if row_major is None else row_major, operators or TorchOperators())
     return Decoder(config, spec_of(config), parallel, placement, build)
 
 

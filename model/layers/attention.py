@@ -34,18 +34,22 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`; writes the rows' keys and values before reading the cache."""
-        projected = self.qkv(x)
+        return self.out(step.operators.attention(self, self.qkv(x), step))
+
+    def attend(self, projected: torch.Tensor, step: Step) -> torch.Tensor:
+        """The torch form of everything between the two projections: `[T, heads * head_dim]`."""
+        cos, sin = step.prepared
         heads = projected[:, : self.width + 2 * self.kv_width].unflatten(1, (-1, self.head_dim))
         turning = self.heads + self.kv_heads
         if self.q_norm is None or self.k_norm is None:
-            q, k = rotate(heads[:, :turning], step.cos, step.sin).split((self.heads, self.kv_heads), 1)
+            q, k = rotate(heads[:, :turning], cos, sin).split((self.heads, self.kv_heads), 1)
         else:
-            q = rotate(self.q_norm(heads[:, : self.heads]), step.cos, step.sin)
-            k = rotate(self.k_norm(heads[:, self.heads : turning]), step.cos, step.sin)
+            q = rotate(self.q_norm(heads[:, : self.heads]), cos, sin)
+            k = rotate(self.k_norm(heads[:, self.heads : turning]), cos, sin)
         out = self._attend(q, k, heads[:, turning:], step).flatten(1)
         if self.gated:
             out = out * projected[:, self.width + 2 * self.kv_width :].sigmoid()
-        return self.out(out)
+        return out
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
         """Queries `[T, heads, head_dim]` -> outputs of that shape."""

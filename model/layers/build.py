@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from model.layers.linear import Linear, empty_weight
+from model.layers.operators import Operators, TorchOperators
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     row_major: bool
+    operators: Operators = field(default_factory=TorchOperators)
 
     def linear(self, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
         """A linear layer without values."""

@@ -37,8 +37,12 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`; the slots' states become those after their last row."""
+        return self.out(step.operators.delta(self, self.projection(x), step))
+
+    def mix(self, projected: torch.Tensor, step: Step) -> torch.Tensor:
+        """The torch form of everything between the two projections: `[T, value_heads * value_dim]`."""
         shape, batch = self.shape, step.batch
-        mixed, z, b, a = self.projection(x).split(self.parts, 1)
+        mixed, z, b, a = projected.split(self.parts, 1)
         g, beta = delta_gate(a, self.a_log, self.dt_bias), b.float().sigmoid()
         if batch.decode_only:
             out = self._singles(mixed, g, beta, batch.slots, step)
@@ -52,7 +56,7 @@ class GatedDeltaNet(nn.Module):
             for piece in batch.host.pieces:
                 part = slice(piece.start, piece.stop)
                 out[part] = self._piece(mixed[part], g[part], beta[part], slots_on_host[piece.span], step)
-        return self.out(self.norm(out, z.unflatten(1, out.shape[1:])).flatten(1))
+        return self.norm(out, z.unflatten(1, out.shape[1:])).flatten(1)
 
     def _singles(self, mixed: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, slots: torch.Tensor, step: Step) -> torch.Tensor:
         """One row a sequence -> `[S, value_heads, value_dim]` in the model's dtype."""

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from model.layers.build import Build
+from model.layers.step import Step
 
 
 class Mlp(nn.Module):
@@ -17,7 +18,11 @@ class Mlp(nn.Module):
         self.gate_up = build.linear(hidden, 2 * intermediate)
         self.down = build.linear(intermediate, hidden)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`"""
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(functional.silu(gate).mul_(up))
+        return self.down(step.operators.mlp(self, self.gate_up(x)))
+
+    def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The torch form of what lies between the projections: `[T, 2 intermediate] -> [T, intermediate]`."""
+        gate, up = gate_up.chunk(2, -1)
+        return functional.silu(gate).mul_(up)

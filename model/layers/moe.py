@@ -10,11 +10,12 @@ from kernels.router import route
 from model.config import MoeConfig
 from model.layers.build import Build
 from model.layers.mlp import Mlp
+from model.layers.operators import Pending
 from model.layers.step import Step
 
 
 class Moe(nn.Module):
-    """Every rank routes every row alike and runs the experts in `held`, its own in local order; partial sums are reduced once."""
+    """Every rank routes every row alike and runs the experts in `held`, its own in local order; who adds the output sums it."""
 
     def __init__(self, config: MoeConfig, hidden: int, held: tuple[int, ...], build: Build) -> None:
         super().__init__()
@@ -31,10 +32,22 @@ class Moe(nn.Module):
         local[list(held)] = torch.arange(len(held))
         self._held = Held(local, torch.tensor(held, dtype=torch.int64))
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """`[T, hidden] -> [T, hidden]`; one reduction, on every rank, whatever it holds."""
+    @property
+    def held(self) -> Held:
+        """Which experts are here, as index tensors on the weights' device."""
+        return self._held
+
+    def forward(self, x: torch.Tensor, step: Step) -> Pending:
+        """`[T, hidden]` -> this rank's partial sum, on every rank, whatever it holds, and the shared expert's output."""
         if self._held.local.device != x.device:
             self._held = Held(*(index.to(x.device) for index in self._held))
+        pending = Pending(step.operators.experts(self, x, step), partial=True)
+        if self.shared is not None and self.shared_gate is not None:
+            pending.shared, pending.shared_gate = self.shared(x, step), self.shared_gate(x)
+        return pending
+
+    def run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The torch form of routing and experts: this rank's partial sum `[T, hidden]`."""
         weights, experts = route(self.router(x), self.top_k, self.normalise)
         if step.batch.routing:
             step.routing.append(experts.to(torch.int32))
@@ -46,7 +59,4 @@ class Moe(nn.Module):
             on_host=x.device.type == "cpu",
             may_wait=not step.batch.decode_only,
         )
-        out = step.comm.reduce(run_experts(form, x, experts, weights, self._held, self.gate_up, self.down))
-        if self.shared is not None and self.shared_gate is not None:
-            out = out + self.shared_gate(x).sigmoid() * self.shared(x)
-        return out
+        return run_experts(form, x, experts, weights, self._held, self.gate_up, self.down)

@@ -25,11 +25,16 @@ class Rotary:
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """`[T, 1, rotary_dim]` cosines and signed sines, for positions `[T]`, or `[3, T]` (temporal, height, width)."""
-        if self._inv_freq.device != positions.device:
-            self._inv_freq, self._parts = self._inv_freq.to(positions.device), self._parts.to(positions.device)
+        inv_freq, scale, parts = self.frequencies(positions.device)
         if positions.dim() == 2:
-            positions = positions.index_select(0, self._parts).t()
-        return rotary_tables(positions, self._inv_freq, self._scale, dtype)
+            positions = positions.index_select(0, parts).t()
+        return rotary_tables(positions, inv_freq, scale, dtype)
+
+    def frequencies(self, device: torch.device) -> tuple[torch.Tensor, float, torch.Tensor]:
+        """Radians per position `[rotary_dim / 2]`, the tables' factor, and the part of a position that each frequency follows."""
+        if self._inv_freq.device != device:
+            self._inv_freq, self._parts = self._inv_freq.to(device), self._parts.to(device)
+        return self._inv_freq, self._scale, self._parts
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:

@@ -83,7 +83,7 @@ def check_tensor(what: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. In host memory the pages come from the system as zeros when they are first touched, so a large cache costs no start-up."""
+    """Zeros. Host pages come from the system as zeros when they are first touched, so a large cache costs no start-up."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

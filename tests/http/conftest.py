@@ -30,11 +30,20 @@ class Stack:
         self.eos = tokenizer.eos_token_ids[0]
         self.output: str | list[int] = TEXT
         self.folder = Path(tempfile.mkdtemp(prefix="ep-"))
-        settings = {"model": str(model), "served_model_name": ["tiny", "alias"], "max_queue": 8, **config}
-        self.server = FrontendProcess(self.folder, **settings)
-        self.url = self.server.url
+        self._settings = {"model": str(model), "served_model_name": ["tiny", "alias"], "max_queue": 8, **config}
         self.engines: list[FakeEngine] = []
+        self._serve()
+
+    def _serve(self) -> None:
+        self.server = FrontendProcess(self.folder, **self._settings)
+        self.url = self.server.url
         self.http = httpx.Client(base_url=self.url, timeout=30, trust_env=False)
+
+    def kill_and_restart(self) -> None:
+        """Another frontend process in the place of the first, which had no time to say anything."""
+        self.http.close()
+        self.server.close()
+        self._serve()
 
     def script(self, submit: Submit) -> list[int]:
         """`output` as tokens and an end token."""
@@ -113,7 +122,7 @@ def make_stack(model: Path, tokenizer: Tokenizer) -> Iterator[Callable[..., Stac
     stacks: list[Stack] = []
 
     def make(**config: Any) -> Stack:
-        stacks.append(Stack(model, tokenizer, **config))
+        stacks.append(Stack(config.pop("model", model), tokenizer, **config))
         return stacks[-1]
 
     yield make

@@ -92,6 +92,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "all": {**_ODD_HEADS, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 8},
         "fused": {**_GROUPED, "intermediate_size": 24, "num_local_experts": 10, "num_experts_per_tok": 2},
+        "few": {
+            **_GROUPED,
+            "intermediate_size": 24,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+        },
     },
     "qwen3": {
         "plain": {**_GROUPED, "intermediate_size": 56, "tie_word_embeddings": True},

@@ -93,6 +93,10 @@ class FakeEngine:
         self._thread.start()
         return self
 
+    def announce(self) -> None:
+        """Say again that the epoch is ready."""
+        self.send(self._ready)
+
     def stop(self, reason: str = "stopped", final: bool = False, announce: bool = True) -> None:
         """End the epoch, saying so if `announce`."""
         if self._thread.is_alive():

@@ -16,9 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LISTENING = re.compile(r"listening on (http://127\.0\.0\.1:\d+)")
 
 
-def frontend_command(config: Path) -> list[str]:
-    """How a supervisor starts the frontend."""
-    return [sys.executable, "-P", "-W", "error", "-m", "ep_runtime.frontend.main", "--config-json", str(config)]
+def frontend_command(config: Path, before: str = "") -> list[str]:
+    """How a supervisor starts the frontend; with code that runs `before` it in the same process, for tests that break it."""
+    module = "ep_runtime.frontend.main"
+    start = ["-c", f"{before}\nimport runpy\nrunpy.run_module({module!r}, run_name='__main__', alter_sys=True)"]
+    return [sys.executable, "-P", "-W", "error", *(start if before else ["-m", module]), "--config-json", str(config)]
 
 
 def frontend_environment() -> dict[str, str]:
@@ -30,12 +32,12 @@ def frontend_environment() -> dict[str, str]:
 class FrontendProcess:
     """`python -P -m ep_runtime.frontend.main` with a config file; `url` is known when the constructor returns."""
 
-    def __init__(self, folder: Path, **config: Any) -> None:
+    def __init__(self, folder: Path, before: str = "", **config: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "frontend.json"
         path.write_text(json.dumps({"port": 0, "runtime_dir": str(folder), **config}))
         self.process = subprocess.Popen(
-            frontend_command(path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=frontend_environment()
+            frontend_command(path, before), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=frontend_environment()
         )
         self._seen = threading.Condition()
         self._lines: dict[str, list[str]] = {"out": [], "err": []}

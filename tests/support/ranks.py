@@ -58,7 +58,7 @@ class RankProcess:
         self.dump, dump_write = os.pipe()
         self.log_path = log_dir / f"rank{number}.log"
         environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             # Gloo otherwise looks up the host's name, which need not resolve to an address of this machine.

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from ep_runtime.bench import demo
 from tests.support.checkpoints import make_checkpoint
 
 COMMON = ["--device", "cpu", "--dtype", "float32", "--prompt-len", "9"]
@@ -70,8 +71,10 @@ def test_prefill_and_throughput(folder: Path, tmp_path: Path) -> None:
 
 
 def test_demo_compares_with_transformers_token_by_token(folder: Path, tmp_path: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({f"{letter}": 3 + place for place, letter in enumerate("abcdefgh")}, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    letters = sorted(set(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(demo.PROMPT)[0][0]) | set("abcĠ"))
+    tokenizer = Tokenizer(models.BPE({letter: 3 + place for place, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     out = tmp_path / "demo.json"
     bench("demo", "--model", folder, "--dtypes", "float32", "--new-tokens", 16, "--rounds", 1, "--out", out)

@@ -1,0 +1,239 @@
+"""The layers' operators as GPU kernels. What a kernel does not take (odd head sizes, other dtypes) runs in torch, layer by layer.
+
+Importing this module imports Triton; only a model on a GPU needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.delta_chunk_triton import delta_pieces
+from kernels.delta_decode_triton import DeltaWeights, delta_decode
+from kernels.delta_plan import DeltaPlan, delta_plan
+from kernels.experts_config import ExpertsConfig, default_config, experts_config, experts_shape
+from kernels.experts_triton import moe_experts
+from kernels.one_shot_triton import reduce_add_norm_rows, reduce_rows
+from kernels.paged_decode_triton import paged_decode
+from kernels.paged_prefill_triton import PrefillConfig, default_prefill_config, paged_prefill, prefill_tiles
+from kernels.rms_norm_triton import add_norm_rows, norm_rows, silu_mul
+from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
+from kernels.router_triton import FUSED_ROWS, route_logits, route_rows
+from kernels.tuning import Tuning, load_table
+from model.batch import ForwardBatch
+from model.layers.attention import Attention
+from model.layers.delta_net import CONV, GatedDeltaNet, H
+from model.layers.mlp import Mlp
+from model.layers.moe import Moe
+from model.layers.norm import RMSNorm
+from model.layers.operators import Pending, TorchOperators
+from model.layers.rotary import Rotary
+from model.layers.step import Step
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Tables of one batch that all layers read. The torch forms' tables are made when a layer first asks for them."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    places: torch.Tensor
+    deltas: DeltaPlan | None
+    torch_tables: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    tiles: dict[int, torch.Tensor]
+    """Tiles of prompt pieces, by query heads a key/value head."""
+
+
+class FusedOperators:
+    """GPU kernels with tuned configurations. One object serves one model: it owns the counters that its kernels leave at zero."""
+
+    def __init__(self, device: torch.device, missing: Callable[[str], None]) -> None:
+        self._device = device
+        self._tuning = Tuning(load_table(torch.cuda.get_device_name(device)), missing)
+        self._torch = TorchOperators()
+        self._configs: dict[tuple[int, int, int, int], ExpertsConfig] = {}
+        self._turns = torch.zeros(1 << 18, dtype=torch.int32, device=device)
+
+    def prepare(self, batch: ForwardBatch, rotary: Rotary, dtype: torch.dtype) -> object:
+        """Rotary tables, places in the cache, and for prompt pieces the tiles and chunks of their kernels."""
+        inv_freq, scale, parts = rotary.frequencies(batch.positions.device)
+        cos, sin = rotary_cos_sin(batch.positions, inv_freq, scale, parts)
+        pieces = [piece.span for piece in batch.host.pieces]
+        return Prepared(
+            cos=cos,
+            sin=sin,
+            places=row_places(batch.kv_places, batch.written_rows, batch.num_rows),
+            deltas=delta_plan(batch.host.query_start, pieces, self._device) if pieces else None,
+            torch_tables=lambda: rotary.tables(batch.positions, dtype),
+            tiles={},
+        )
+
+    def add_norm(self, x: torch.Tensor, pending: Pending | None, norm: RMSNorm, step: Step) -> torch.Tensor:
+        """One launch; for a partial sum that fits peer memory, the reduction in it."""
+        if pending is None:
+            return norm_rows(x, norm.weight, norm.eps, zero_centered=norm.zero_centered)
+        peers = step.comm.peers
+        if pending.partial and peers is not None and peers.fits(*x.shape):
+            step.comm.launched += 1
+            return reduce_add_norm_rows(
+                peers,
+                pending.value,
+                x,
+                norm.weight,
+                norm.eps,
+                zero_centered=norm.zero_centered,
+                shared=pending.shared,
+                shared_gate=pending.shared_gate,
+            )
+        return add_norm_rows(
+            x,
+            step.comm.reduce(pending.value) if pending.partial else pending.value,
+            norm.weight,
+            norm.eps,
+            zero_centered=norm.zero_centered,
+            shared=pending.shared,
+            shared_gate=pending.shared_gate,
+        )
+
+    def settle(self, x: torch.Tensor, pending: Pending, step: Step) -> None:
+        """In torch: only captures of a layer's output need it."""
+        peers = step.comm.peers
+        if pending.partial and peers is not None and peers.fits(*x.shape):
+            step.comm.launched += 1
+            pending = Pending(reduce_rows(peers, pending.value), False, pending.shared, pending.shared_gate)
+        self._torch.settle(x, pending, step)
+
+    def attention(self, layer: Attention, projected: torch.Tensor, step: Step) -> torch.Tensor:
+        """Norms, rotation and cache write in one kernel, then attention of single rows and of pieces."""
+        batch, prepared = step.batch, step.prepared
+        k_cache, v_cache = step.state.kv(layer.number)
+        if not _attention_fits(layer, k_cache):
+            step.prepared = prepared.torch_tables()
+            out = layer.attend(projected, step)
+            step.prepared = prepared
+            return out
+        q = attention_inputs(
+            projected,
+            prepared.cos,
+            prepared.sin,
+            k_cache,
+            v_cache,
+            prepared.places,
+            heads=layer.heads,
+            q_norm=None if layer.q_norm is None else layer.q_norm.weight,
+            k_norm=None if layer.k_norm is None else layer.k_norm.weight,
+            eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
+            zero_centered=layer.q_norm is not None and layer.q_norm.zero_centered,
+        )
+        gate = projected[:, layer.width + 2 * layer.kv_width :] if layer.gated else None
+        tables, lens, window = batch.block_tables, batch.seq_lens, layer.window
+        if batch.decode_only:
+            return paged_decode(
+                q,
+                k_cache,
+                v_cache,
+                tables,
+                lens,
+                max_seq=batch.host.max_seq,
+                window=window,
+                gate=gate,
+                turns=self._turns,
+            )
+        out = torch.empty(q.shape[0], layer.width, dtype=q.dtype, device=q.device)
+        if batch.single_spans is not None and len(batch.single_spans):
+            paged_decode(
+                q,
+                k_cache,
+                v_cache,
+                tables,
+                lens,
+                max_seq=int(batch.host.single_lens.max()),
+                window=window,
+                gate=gate,
+                query_start=batch.query_start,
+                spans=batch.single_spans,
+                out=out,
+            )
+        if batch.host.pieces:
+            config = default_prefill_config(layer.head_dim)
+            tiles = self._tiles(batch, prepared, layer.heads // layer.kv_heads, config)
+            paged_prefill(
+                q,
+                k_cache,
+                v_cache,
+                tables,
+                batch.query_start,
+                lens,
+                tiles,
+                window=window,
+                gate=gate,
+                out=out,
+                config=config,
+            )
+        return out
+
+    def delta(self, layer: GatedDeltaNet, projected: torch.Tensor, step: Step) -> torch.Tensor:
+        """One kernel for single rows; convolution, chunks, states and outputs for pieces."""
+        batch = step.batch
+        conv, h = step.state.recurrent(layer.number, CONV), step.state.recurrent(layer.number, H)
+        if not _delta_fits(layer):
+            return layer.mix(projected, step)
+        weights = DeltaWeights(layer.conv, layer.a_log, layer.dt_bias, layer.norm.weight, layer.norm.eps)
+        key_heads = layer.shape.key_heads
+        if batch.decode_only:
+            return delta_decode(projected, conv, h, batch.slots, weights, self._turns, key_heads=key_heads)
+        out = torch.empty(projected.shape[0], layer.shape.value_width, dtype=projected.dtype, device=projected.device)
+        if batch.single_rows is not None and batch.single_spans is not None and len(batch.single_rows):
+            slots = batch.slots.index_select(0, batch.single_spans)
+            delta_decode(
+                projected, conv, h, slots, weights, self._turns, key_heads=key_heads, rows=batch.single_rows.int(), out=out
+            )
+        if step.prepared.deltas is not None:
+            delta_pieces(projected, conv, h, batch.slots, weights, step.prepared.deltas, key_heads=key_heads, out=out)
+        return out
+
+    def experts(self, layer: Moe, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Router and choice, then the experts that this rank holds."""
+        if layer.router.bias is None and x.shape[0] <= FUSED_ROWS and x.is_contiguous():
+            router = layer.router.weight.dequantize()
+            weights, experts, _ = route_rows(x, router, layer.top_k, layer.normalise, self._turns[:1])
+        else:
+            weights, experts = route_logits(layer.router(x), layer.top_k, layer.normalise)
+        if step.batch.routing:
+            step.routing.append(experts)
+        config = self._experts_config(layer, x.shape[0], x.dtype)
+        return moe_experts(x, experts, weights, layer.held.local, layer.gate_up, layer.down, config=config)
+
+    def mlp(self, layer: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
+        """One kernel."""
+        return silu_mul(gate_up)
+
+    def _tiles(self, batch: ForwardBatch, prepared: Prepared, group: int, config: PrefillConfig) -> torch.Tensor:
+        if group not in prepared.tiles:
+            spans = [piece.span for piece in batch.host.pieces]
+            table = prefill_tiles(batch.host.query_start, batch.host.seq_lens, spans, config.tile_rows(group))
+            prepared.tiles[group] = torch.from_numpy(table).to(self._device, non_blocking=True)
+        return prepared.tiles[group]
+
+    def _experts_config(self, layer: Moe, rows: int, dtype: torch.dtype) -> ExpertsConfig:
+        held, twice, hidden = layer.gate_up.shape
+        key = (rows, hidden, twice, held)
+        if key not in self._configs:
+            shape = experts_shape(hidden, twice // 2, held, layer.top_k, str(dtype).removeprefix("torch."))
+            plain = self._tuning.find("experts", shape, rows)
+            self._configs[key] = default_config(rows, layer.top_k, held) if plain is None else experts_config(plain)
+        return self._configs[key]
+
+
+def _power_of_two(size: int) -> bool:
+    return size >= 16 and size & (size - 1) == 0
+
+
+def _attention_fits(layer: Attention, k_cache: torch.Tensor) -> bool:
+    return _power_of_two(layer.head_dim) and k_cache.shape[1] % 16 == 0
+
+
+def _delta_fits(layer: GatedDeltaNet) -> bool:
+    return _power_of_two(layer.shape.key_dim) and _power_of_two(layer.shape.value_dim)

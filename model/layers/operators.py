@@ -1,0 +1,104 @@
+"""The seam between layers and kernels: a layer owns parameters and projections, its operators do the rest.
+
+`TorchOperators` calls the torch code that is the specification; `model.layers.fused` has the GPU kernels. A model has one of them
+for its life, chosen by the device and the forward mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from model.batch import ForwardBatch
+    from model.layers.attention import Attention
+    from model.layers.delta_net import GatedDeltaNet
+    from model.layers.mlp import Mlp
+    from model.layers.moe import Moe
+    from model.layers.norm import RMSNorm
+    from model.layers.rotary import Rotary
+    from model.layers.step import Step
+
+
+@dataclass(slots=True)
+class Pending:
+    """A layer's output that the residual has not taken yet.
+
+    With `partial` it is this rank's share of a sum over ranks. A shared expert's output and the logit of its gate come on top.
+    """
+
+    value: torch.Tensor
+    partial: bool = False
+    shared: torch.Tensor | None = None
+    shared_gate: torch.Tensor | None = None
+
+
+class Operators(Protocol):
+    """What layers leave to kernels. Every method launches the same collectives on every rank."""
+
+    def prepare(self, batch: ForwardBatch, rotary: Rotary, dtype: torch.dtype) -> object:
+        """What the kernels of all layers need of this batch, computed once a forward; kept in `Step.prepared`."""
+        ...
+
+    def add_norm(self, x: torch.Tensor, pending: Pending | None, norm: RMSNorm, step: Step) -> torch.Tensor:
+        """Add `pending` to the residual `x [T, hidden]` in place, summing over ranks what is partial; the norm of the result."""
+        ...
+
+    def settle(self, x: torch.Tensor, pending: Pending, step: Step) -> None:
+        """`add_norm` without the norm."""
+        ...
+
+    def attention(self, layer: Attention, projected: torch.Tensor, step: Step) -> torch.Tensor:
+        """`[T, heads * head_dim]` of a layer's fused projection, through its output gate; writes and reads the cache."""
+        ...
+
+    def delta(self, layer: GatedDeltaNet, projected: torch.Tensor, step: Step) -> torch.Tensor:
+        """`[T, value_heads * value_dim]` of a layer's fused projection, normed and gated; moves the slots' states on."""
+        ...
+
+    def experts(self, layer: Moe, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """This rank's partial sum `[T, hidden]` over the experts chosen for `x`; records the choice when the batch asks for it."""
+        ...
+
+    def mlp(self, layer: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` of a fused projection."""
+        ...
+
+
+class TorchOperators:
+    """The specification, in torch, on any device."""
+
+    def prepare(self, batch: ForwardBatch, rotary: Rotary, dtype: torch.dtype) -> object:
+        """Cosines and sines of the rows."""
+        return rotary.tables(batch.positions, dtype)
+
+    def add_norm(self, x: torch.Tensor, pending: Pending | None, norm: RMSNorm, step: Step) -> torch.Tensor:
+        """Separate sums, then the norm."""
+        if pending is not None:
+            self.settle(x, pending, step)
+        return norm(x)
+
+    def settle(self, x: torch.Tensor, pending: Pending, step: Step) -> None:
+        """A reduction, a shared expert, an addition."""
+        value = step.comm.reduce(pending.value) if pending.partial else pending.value
+        if pending.shared is not None and pending.shared_gate is not None:
+            value = value + pending.shared_gate.sigmoid() * pending.shared
+        x += value
+
+    def attention(self, layer: Attention, projected: torch.Tensor, step: Step) -> torch.Tensor:
+        """`kernels.paged_attention`."""
+        return layer.attend(projected, step)
+
+    def delta(self, layer: GatedDeltaNet, projected: torch.Tensor, step: Step) -> torch.Tensor:
+        """`kernels.causal_conv` and `kernels.gated_delta`."""
+        return layer.mix(projected, step)
+
+    def experts(self, layer: Moe, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """`kernels.router` and `kernels.experts`."""
+        return layer.run(x, step)
+
+    def mlp(self, layer: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
+        """SiLU of the first half times the second."""
+        return layer.activate(gate_up)

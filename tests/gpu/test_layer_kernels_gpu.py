@@ -1,0 +1,130 @@
+"""The layer kernels on a GPU in bfloat16 and float32, at the sizes of real models, against formulas in float64; and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.delta_chunk_triton import delta_pieces
+from kernels.delta_decode_triton import DeltaWeights, delta_decode
+from kernels.delta_plan import delta_plan
+from kernels.paged_decode_triton import DecodeConfig, paged_decode
+from kernels.paged_prefill_triton import default_prefill_config, paged_prefill, prefill_tiles
+from kernels.rms_norm_triton import add_norm_rows
+from tests.unit.kernels.attention_cases import PagedCase
+from tests.unit.kernels.delta_cases import DeltaCase
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+SHAPES = [(32, 4, 128, None), (16, 2, 256, None), (9, 3, 64, 100)]
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.cpu().double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("way", ["one part", "combined", "in turn"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), SHAPES)
+def test_decode(heads: int, kv_heads: int, head_dim: int, window: int | None, way: str, dtype: torch.dtype) -> None:
+    """An idle span gives zeros; repeated calls give the same bits."""
+    lengths = [1, 63, 0, 65, 1000, 130]
+    case = PagedCase(lengths, kv_heads, head_dim, dtype, "cuda")
+    q = case.random(len(lengths), heads, head_dim)
+    gate = case.random(len(lengths), heads * head_dim + 8, seed=5)[:, 8:]
+    turns = torch.zeros(len(lengths) * kv_heads, dtype=torch.int32, device="cuda") if way == "in turn" else None
+
+    def run() -> torch.Tensor:
+        return paged_decode(
+            q,
+            case.k_cache,
+            case.v_cache,
+            case.tables,
+            case.seq_lens,
+            max_seq=1000,
+            window=window,
+            gate=gate,
+            turns=turns,
+            config=DecodeConfig(tile=32, stages=2, splits=1 if way == "one part" else 5),
+        )
+
+    expected = torch.zeros(len(lengths), heads * head_dim, dtype=torch.float64)
+    for number, length in enumerate(lengths):
+        if length:
+            expected[number] = case.attend(number, q[number : number + 1], window)[0]
+    got = run()
+    assert error(got, expected * gate.cpu().double().sigmoid()) < TOLERANCE[dtype]
+    assert not got[2].any()
+    assert torch.equal(got, graphed(run))
+
+
+def graphed(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The result of a captured call."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+    return out
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), SHAPES)
+def test_prefill(heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype) -> None:
+    """Whole prompts and later pieces of any number of rows."""
+    lengths, counts = [63, 700, 65, 300], [63, 200, 1, 300]
+    case = PagedCase(lengths, kv_heads, head_dim, dtype, "cuda")
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    q = case.random(int(starts[-1]), heads, head_dim)
+    config = default_prefill_config(head_dim, dtype)
+    tiles = torch.from_numpy(prefill_tiles(starts, np.array(lengths), range(4), config.tile_rows(heads // kv_heads))).cuda()
+    starts_on_device = torch.from_numpy(starts).cuda()
+    got = paged_prefill(q, case.k_cache, case.v_cache, case.tables, starts_on_device, case.seq_lens, tiles, window=window, config=config)
+    for number in range(4):
+        rows = slice(int(starts[number]), int(starts[number + 1]))
+        assert error(got[rows], case.attend(number, q[rows], window)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [63, 1, 130]], ids=str)
+def test_delta(counts: list[int]) -> None:
+    """Steps and pieces in bfloat16, states in float32."""
+    case = DeltaCase(4, 8, 128, 128, 4, slots=4, dtype=torch.bfloat16, device="cuda")
+    starts = np.cumsum([0, *counts])
+    projected = case.projection(int(starts[-1]))
+    slots = torch.tensor([2, 0, 3], dtype=torch.int32, device="cuda")
+    conv, h = case.conv.clone(), case.h.clone()
+    weights = DeltaWeights(case.weight, case.a_log, case.dt_bias, case.norm, 1e-6)
+    if max(counts) == 1:
+        turns = torch.zeros(12, dtype=torch.int32, device="cuda")
+        out = delta_decode(projected, conv, h, slots, weights, turns, key_heads=4)
+    else:
+        out = delta_pieces(projected, conv, h, slots, weights, delta_plan(starts, range(3), "cuda"), key_heads=4)
+    for number, slot in enumerate(slots.tolist()):
+        rows = slice(int(starts[number]), int(starts[number + 1]))
+        expected, conv_after, h_after = case.run(projected[rows], slot, 1e-6)
+        assert error(out[rows], expected) < 1e-2
+        assert torch.equal(conv[slot].cpu().double(), conv_after)
+        assert error(h[slot], h_after) < 1e-2
+    assert torch.equal(h[1], case.h[1])
+
+
+def test_chain_with_dependent_launches() -> None:
+    """Kernels that may start early still see what the kernel before wrote: a chain of norms equals the chain without."""
+    x = torch.randn(5, 2048, device="cuda").to(torch.bfloat16)
+    weight = torch.randn(2048, device="cuda").to(torch.bfloat16)
+
+    def chain(pdl: bool) -> torch.Tensor:
+        kept = x.clone()
+        delta = x
+        for _ in range(50):
+            delta = add_norm_rows(kept, delta, weight, 1e-6, pdl=pdl)
+        return kept + delta
+
+    chain(True)
+    assert torch.equal(chain(False), graphed(lambda: chain(True)))
