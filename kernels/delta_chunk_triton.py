@@ -71,7 +71,7 @@ def delta_pieces(
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "ROWS": CHUNK,
-        "PRECISION": "ieee" if projected.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if projected.dtype == torch.float32 else "tf32",
     }
     _chunk_kernel[(value_heads, count)](
         inputs, projected, weights.a_log, weights.dt_bias, plan.chunks, seen_keys, new_values, decay, projected.stride(0),

@@ -119,7 +119,7 @@ def paged_decode(
         SPLIT=splits > 1,
         BLOCK_SIZE=block_size,
         IN_TURN=combined,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         **shape,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -246,7 +246,7 @@ def _decode_kernel(
     if begin >= length:
         return
     queries = tl.load(q + out_row * (HEADS * HEAD_DIM) + element, mask=real[:, None], other=0.0)
-    position = length - count + mine
+    position = length - count + mine + 1
 
     # A masked score is finite: a row that sees nothing here leaves sums that weigh nothing beside those of a row that does.
     top = tl.full([PACKED], -1e30, tl.float32)

@@ -72,8 +72,8 @@ def paged_prefill(
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
     """Attention of the rows that `tiles` name, q `[T, heads, head_dim]` -> `[T, heads * head_dim]`.
- `tiles` is what `prefill_tiles` gave for the config's `tile_rows`, on the device. Other arguments as of `paged_decode`. Rows of
-spans that have no tile are left as they are in `out`.
+     `tiles` is what `prefill_tiles` gave for the config's `tile_rows`, on the device. Other arguments as of `paged_decode`. Rows of
+    spans that have no tile are left as they are in `out`.
     """
     rows, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
@@ -107,7 +107,7 @@ spans that have no tile are left as they are in `out`.
         GROUP_POW2=triton.next_power_of_2(group),
         TILE=config.tile,
         WINDOW=window or 0,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,
     )

@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 if TYPE_CHECKING:
+    from ep_runtime.engine.peers import Peers
     from kernels.one_shot_triton import PeerMemory
 
 # torch's type stubs leave out stores and _torch.
@@ -40,6 +41,7 @@ class GroupCommunicator:
         self.world = world
         self.launched = 0
         self.peers: PeerMemory | None = None
+        self._shared: list[Peers] = []
         self._group = group
         self._device = device
         self._check = check
@@ -54,9 +56,25 @@ class GroupCommunicator:
             total += part
         return total.to(partial.dtype)
 
+    def join_peers(self, store: Any, epoch: int, dtype: torch.dtype) -> None:
+        """Show this rank's memory to the other GPUs of the host, and see theirs. Every rank calls it."""
+        from ep_runtime.engine.peers import Peers
+
+        self._shared = [Peers(self.rank, self.world, self._device, dtype, use) for use in ("sums", "logits")]
+        for peers in self._shared:
+            peers.connect(store, epoch)
+        self.peers = self._shared[0].memory
+
     def gather_to_head(self, shard: torch.Tensor) -> list[torch.Tensor] | None:
-        """All ranks' shards in rank order on rank 0, None elsewhere."""
+        """All ranks' shards in rank order on rank 0, None elsewhere. Through peer memory they come as one tensor, side by side."""
         self.launched += 1
+        if self._shared:
+            from kernels.one_shot_triton import gather_rows
+
+            memory = self._shared[1].memory
+            if memory.fits_gather(*shard.shape):
+                gathered = gather_rows(memory, shard)
+                return [gathered] if self.rank == 0 else None
         if self._device.type == "cuda":
             parts = self._gather(shard)
             return parts if self.rank == 0 else None
@@ -76,6 +94,9 @@ class GroupCommunicator:
         An operation that is still pending on the host would keep the destructor waiting for its timeout: the group is then left
         to a thread that does the waiting.
         """
+        for peers in self._shared:
+            peers.abort()
+        self.peers, self._shared = None, []
         group, self._group = self._group, None
         if self._pending is not None:
             threading.Thread(target=_outlive, args=(group, self._pending), name="parked group", daemon=True).start()

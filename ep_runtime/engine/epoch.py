@@ -47,6 +47,11 @@ class EpochPlace:
     token: str
     host: str = "127.0.0.1"
 
+    @property
+    def one_host(self) -> bool:
+        """True when all ranks are on this host."""
+        return self.host == "127.0.0.1"
+
 
 class LoneRank(SingleRank):
     """A world of one has no group."""
@@ -79,11 +84,13 @@ class RankEpoch:
             dtype=rank.dtype,
             device=rank.device,
         )
-        self.executor = Executor(rank.loaded.model, self.state, comm, self.limits, rank.device)
+        self.executor = Executor(
+            rank.loaded.model, self.state, comm, self.limits, rank.device, graphs=config.forward_mode == "graph"
+        )
 
     def close(self) -> None:
         """Leave the communicator, free every slot and drop the state."""
-        self.executor.comm.close()
+        self.executor.close()
         self.slots.clear_all()
         self.state.close()
 
@@ -185,7 +192,7 @@ def _communicator(rank: RankModel, place: EpochPlace, check: Callable[[], None])
         return LoneRank()
     timeout = rank.config.handshake_timeout
     store = connect_store(place.store, place.world, timeout)
-    return form_group(
+    group = form_group(
         store,
         epoch=place.epoch,
         rank=rank.parallel.rank,
@@ -195,6 +202,9 @@ def _communicator(rank: RankModel, place: EpochPlace, check: Callable[[], None])
         timeout_s=rank.config.command_timeout,
         check=check,
     )
+    if rank.device.type == "cuda" and rank.config.forward_mode != "reference" and place.one_host:
+        group.join_peers(store, place.epoch, rank.dtype)
+    return group
 
 
 def _device_kind(device: torch.device) -> str:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from ep_runtime.engine.block_tables import BlockTables
+from ep_runtime.engine.graphs import DecodeGraphs
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from protocol.commands import Alloc, Copy, Forward, Wanted, Warm
@@ -56,6 +58,8 @@ class Executor:
         comm: EpochCommunicator,
         limits: SlotLimits,
         device: torch.device,
+        *,
+        graphs: bool = False,
     ) -> None:
         self.comm = comm
         self.limits = limits
@@ -65,6 +69,19 @@ class Executor:
         self._last_tokens = torch.zeros(limits.max_slots, dtype=torch.int64, device=device)
         self._routing_digest = 0
         self._vocab_size = model.spec().vocab_size
+        self._tables: BlockTables | None = None
+        self._graphs: DecodeGraphs | None = None
+        if graphs:
+            self._tables = BlockTables(limits.max_slots, limits.blocks_for(limits.max_length), device)
+            self._graphs = DecodeGraphs(
+                model,
+                state,
+                comm,
+                self._tables,
+                self._last_tokens,
+                block_size=limits.block_size,
+                max_length=limits.max_length,
+            )
 
     def prepare(self, frame: Frame, slots: SlotTable) -> Change:
         """Validate `frame`'s command against the slot table.
@@ -82,6 +99,8 @@ class Executor:
     def execute(self, frame: Frame, change: Change, slots: SlotTable, choose: Choose) -> None:
         """Apply `change` and run the command. The slot table moves first: it is host state in command order."""
         command = frame.command
+        if self._tables is not None:
+            _note_blocks(self._tables, change, slots)
         apply(change, slots)
         match command:
             case Forward():
@@ -95,16 +114,25 @@ class Executor:
             case _:
                 pass
 
+    def close(self) -> None:
+        """Leave the communicator and drop the graphs."""
+        if self._graphs is not None:
+            self._graphs.close()
+        self.comm.close()
+
     def digest(self, slots: SlotTable) -> int:
         """A u64 of the slot table, the live recurrent states and the last recorded routing: equal on ranks that agree."""
         # A failed forward leaves its slots' state as each rank had got to: unknown, and not to be compared.
-        live = [(s.slot, s.length, tuple(s.blocks)) for s in slots if s is not None and s.status is SlotStatus.ACTIVE]
+        live = [(s.slot, s.length, None) for s in slots if s is not None and s.status is SlotStatus.ACTIVE]
         return table_digest(slots) ^ self._state.digest(live) ^ self._routing_digest
 
     def _forward(self, frame: Frame, command: Forward, slots: SlotTable, choose: Choose) -> None:
-        batch = self._batch(command, frame.tokens, slots)
-        batch.routing = bool(frame.preamble.flags & RECORD_ROUTING)
-        output = self._model.forward(batch, self._state, self.comm)
+        routing = bool(frame.preamble.flags & RECORD_ROUTING)
+        output = None if routing else self._replay(command, frame.tokens, slots)
+        if output is None:
+            batch = self._batch(command, frame.tokens, slots)
+            batch.routing = routing
+            output = self._model.forward(batch, self._state, self.comm)
         if output.routing is not None:
             self._routing_digest = _tensor_digest(output.routing)
         if any(span.wanted is not Wanted.NONE for span in command.spans):
@@ -114,6 +142,28 @@ class Executor:
                 return
             self.comm.broadcast(tokens)
             self._last_tokens[torch.tensor(sampled, device=self._device)] = tokens
+
+    def _replay(self, command: Forward, tokens: np.ndarray, slots: SlotTable) -> ForwardOutput | None:
+        """A step of single rows that all want logits, from its graph; None when it is another kind of step, or has no graph."""
+        spans = command.spans
+        if self._graphs is None or not all(span.length == 1 and span.wanted is Wanted.LAST for span in spans):
+            return None
+        step = self._graphs.bucket(len(spans))
+        if step is None:
+            return None
+        given = iter(tokens.tolist())
+        size = self.limits.block_size
+        return self._graphs.run(
+            step,
+            (
+                [0 if span.fed else next(given) for span in spans],
+                [span.slot if span.fed else -1 for span in spans],
+                [span.start for span in spans],
+                [span.slot for span in spans],
+                [span.start + 1 for span in spans],
+                [_active(slots, s.slot).blocks[s.start // size] * size + s.start % size for s in spans],
+            ),
+        )
 
     def _batch(self, command: Forward, tokens: np.ndarray, slots: SlotTable) -> ForwardBatch:
         spans = command.spans
@@ -143,9 +193,20 @@ class Executor:
         self._last_tokens[target] = self._last_tokens[command.source]
 
     def _warm(self, command: Warm) -> None:
-        """Connect the communicator before the first request needs it; eager forwards have nothing to capture."""
+        """Connect the communicator before the first request needs it, and capture decode steps where they are to be graphs."""
         if command.buckets:
             self.comm.broadcast(torch.zeros(max(command.buckets), dtype=torch.int64, device=self._device))
+        if self._graphs is not None:
+            self._graphs.capture(command.buckets)
+
+
+def _note_blocks(tables: BlockTables, change: Change, slots: SlotTable) -> None:
+    """What `change`, not applied yet, does to the block tables."""
+    if change.filled is not None:
+        tables.set(change.filled.slot, 0, change.filled.blocks)
+    for span in change.spans:
+        if span.new_blocks:
+            tables.set(span.slot, len(_active(slots, span.slot).blocks), span.new_blocks)
 
 
 def place_tokens(command: Forward, tokens: np.ndarray, first_rows: np.ndarray) -> tuple[np.ndarray, list[int], list[int]]:

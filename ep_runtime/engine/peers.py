@@ -18,10 +18,11 @@ MAX_ROWS = 8192
 
 
 class Peers:
-    """This rank's shared memory, and its view of the others'. `abort` is the host's way to end a wait on the device."""
+    """This rank's shared memory for one use, and its view of the others'. `abort` is the host's way to end a wait on the device."""
 
-    def __init__(self, rank: int, world: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device, dtype: torch.dtype, use: str) -> None:
         self._rank = rank
+        self._use = use
         self._world = world
         self._device = device
         self._buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
@@ -52,7 +53,7 @@ class Peers:
         self._turns.zero_()
         torch.cuda.synchronize(self._device)
         own = [list(tensor.untyped_storage()._share_cuda_())[1:] for tensor in (self._buffer, self._signals)]
-        store.set(f"peers-{epoch}-{self._rank}", msgspec.msgpack.encode(own))
+        store.set(f"peers-{self._use}-{epoch}-{self._rank}", msgspec.msgpack.encode(own))
         self._opened = []
         addresses = torch.zeros(2, self._world, dtype=torch.int64)
         for rank in range(self._world):
@@ -71,7 +72,7 @@ class Peers:
         self._opened = []
 
     def _open(self, store: Any, epoch: int, rank: int, kind: int) -> int:
-        handle = msgspec.msgpack.decode(store.get(f"peers-{epoch}-{rank}"))[kind]
+        handle = msgspec.msgpack.decode(store.get(f"peers-{self._use}-{epoch}-{rank}"))[kind]
         # The storage is opened for this rank's device, which reaches the peer's memory over the link between them.
         storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *handle)
         self._opened.append(storage)
@@ -79,6 +80,6 @@ class Peers:
 
     def _meet(self, store: Any, epoch: int) -> None:
         """Return when every rank has cleared its counters: an early signal would be lost."""
-        store.set(f"peers-met-{epoch}-{self._rank}", b"1")
+        store.set(f"peers-{self._use}-met-{epoch}-{self._rank}", b"1")
         for rank in range(self._world):
-            store.get(f"peers-met-{epoch}-{rank}")
+            store.get(f"peers-{self._use}-met-{epoch}-{rank}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ep_runtime.config import RuntimeConfig
+from model.errors import UnsupportedModel
 from model.folder import Fingerprint as FolderFingerprint
 from model.folder import fingerprint, open_folder
 from model.layers.operators import Operators, TorchOperators
@@ -63,6 +64,8 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
         operators=choose_operators(config.forward_mode, device),
     )
     max_model_len = config.max_model_len or prepared.spec.max_positions
+    if max_model_len > prepared.spec.max_positions:
+        raise UnsupportedModel(f"max_model_len is {max_model_len}; this model has {prepared.spec.max_positions} positions")
     needs = Needs(
         dtype=str(dtype).removeprefix("torch."),
         weight_bytes=prepared.weight_bytes,

@@ -29,7 +29,7 @@ def connection_class(header_seconds: float, write_seconds: float) -> type[H11Pro
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if False:
+            if self._between_requests():
                 self._await_head()
             elif self._head_timer is not None:
                 self._head_timer.cancel()
@@ -59,7 +59,7 @@ def connection_class(header_seconds: float, write_seconds: float) -> type[H11Pro
 
         def _head_is_late(self) -> None:
             self._head_timer = None
-            if False:
+            if self._between_requests():
                 self.transport.abort()
 
         def _await_reader(self) -> None:

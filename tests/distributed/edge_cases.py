@@ -147,20 +147,14 @@ def poisoned(ctx: RankContext, *, folder: str, **settings: Any) -> Any:
 
 
 def late_submission(ctx: RankContext, *, folder: str, **settings: Any) -> Any:
-    """Requests that arrive while the engine ends are refused; those that run are aborted."""
+    """A request that arrives when the engine ends, beside one that runs: the answers."""
     with head_of(ctx, folder, **settings) as driver:
         if driver is None:
             return None
         driver.submit("runs", prompt=[5], max_tokens=100)
         driver.turn()
-
-        def more(update: Any) -> None:
-            if len(driver.answers) < 4:
-                driver.submit(f"late-{len(driver.answers)}", **GOOD)
-
-        driver.on_update = more
+        driver.submit("late", **GOOD)
         driver.head.shutdown()
-        driver.on_update = lambda update: None
         driver.shutdown = lambda: None  # type: ignore[method-assign]
         return _answers(driver)
 

@@ -55,7 +55,8 @@ def test_a_process_that_ends_with_status_0_in_a_collective_strands_nobody(
         if outcome.rank == leaver:
             assert (outcome.kind, outcome.value) == ("died", 0)
         else:
-            assert (outcome.kind, outcome.value) == ("returned", "EpPeerGone")
+            assert outcome.kind == "returned"
+            assert outcome.value in ("EpPeerGone", "EpRankFailed")
 
 
 def test_rows_keep_the_order_of_the_command_not_of_the_slots(ranks: RankPool, checkpoint: Checkpoint) -> None:
@@ -67,8 +68,8 @@ def test_rows_keep_the_order_of_the_command_not_of_the_slots(ranks: RankPool, ch
 
 
 def test_a_long_prompt_is_one_command_and_as_many_collectives_as_a_short_one(ranks: RankPool, checkpoint: Checkpoint) -> None:
-    folder = checkpoint("qwen3_next", "plain")
-    settings = {"max_model_len": 8200, "max_num_seqs": 2, "max_num_batched_tokens": 8192}
+    folder = checkpoint("mixtral", "few")
+    settings = {"max_model_len": 4600, "max_num_seqs": 2, "max_num_batched_tokens": 4600}
     counted = []
     for length in (4, 4500):
         request = {"prompt": prompt(length), "max_tokens": 2}
@@ -80,11 +81,12 @@ def test_a_long_prompt_is_one_command_and_as_many_collectives_as_a_short_one(ran
 
 def test_two_ranks_and_one_give_the_same_tokens_past_every_buffer(ranks: RankPool, checkpoint: Checkpoint) -> None:
     """A frame of many kilobytes of tokens, in one chunk and in ragged ones."""
-    folder = checkpoint("qwen3_next", "plain")
+    folder = checkpoint("mixtral", "few")
     requests = [{"prompt": prompt(4500), "max_tokens": 3}, *mixed_requests((7,), 3)]
     tokens = []
-    for world, budget in ((1, 8192), (2, 8192), (2, 1009)):
-        settings = {"max_model_len": 8200, "max_num_seqs": 2, "max_num_batched_tokens": budget}
+    for world, budget in ((1, 4600), (2, 4600), (2, 1009)):
+        settings = {"max_model_len": 4600, "max_num_seqs": 2, "max_num_batched_tokens": budget}
         result = ranks.run(world, CASES + "count_collectives", folder=str(folder), requests=requests, **settings)[0]
         tokens.append([answer["tokens"] for answer in result["answers"]])
+        assert {answer["finish"] for answer in result["answers"]} == {"length"}
     assert tokens[0] == tokens[1] == tokens[2]

@@ -85,7 +85,9 @@ def test_prefill(heads: int, kv_heads: int, head_dim: int, window: int | None, d
     config = default_prefill_config(head_dim, dtype)
     tiles = torch.from_numpy(prefill_tiles(starts, np.array(lengths), range(4), config.tile_rows(heads // kv_heads))).cuda()
     starts_on_device = torch.from_numpy(starts).cuda()
-    got = paged_prefill(q, case.k_cache, case.v_cache, case.tables, starts_on_device, case.seq_lens, tiles, window=window, config=config)
+    got = paged_prefill(
+        q, case.k_cache, case.v_cache, case.tables, starts_on_device, case.seq_lens, tiles, window=window, config=config
+    )
     for number in range(4):
         rows = slice(int(starts[number]), int(starts[number + 1]))
         assert error(got[rows], case.attend(number, q[rows], window)) < TOLERANCE[dtype]

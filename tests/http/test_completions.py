@@ -114,3 +114,24 @@ def test_tokenize_messages(stack: Stack) -> None:
     body = stack.http.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
     text = stack.http.post("/detokenize", json={"tokens": body["tokens"]}).json()["prompt"]
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_every_chunk_of_a_stream_has_the_same_fields(stack: Stack, path: str, usage: bool) -> None:
+    fields = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    stack.output = 'a "quoted" \\ text\n\twith é, 日本 and \u2028 in it'
+    body = {**fields, "stream": True, "n": 2, "stream_options": {"include_usage": usage}}
+    lines = [line for line in stack.http.post(path, json=body).text.split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    shown = [chunk for chunk in chunks if chunk["choices"]]
+    assert len(chunks) - len(shown) == usage
+    assert len({tuple(sorted(chunk)) for chunk in chunks}) == 1
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    choices = [chunk["choices"][0] for chunk in shown]
+    assert {frozenset(choice) - {"stop_reason"} for choice in choices} == {frozenset(choices[1]) - {"stop_reason"}}
+    for index in (0, 1):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["delta"].get("content", "") if "chat" in path else choice["text"] for choice in own) == stack.output
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["stop"]

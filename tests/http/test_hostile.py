@@ -9,6 +9,7 @@ import resource
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,18 +39,22 @@ IDLE = 1500
 
 
 def test_a_long_text_lets_other_threads_run(tokenizer: Tokenizer) -> None:
-    turns, done = 0, threading.Event()
+    done = threading.Event()
 
     def work() -> None:
-        assert len(tokenizer.decode(tokenizer.encode(TEXT * 20_000))) > 10**6
+        tokenizer.encode(TEXT * 20_000)
         done.set()
 
     thread = threading.Thread(target=work)
+    started = last = time.monotonic()
+    longest = 0.0
     thread.start()
     while not done.is_set():
-        turns += 1
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
     thread.join()
-    assert turns > 10_000  # a few, while the library holds the interpreter
+    # While the library holds the interpreter this thread stands still for nearly all of the time.
+    assert longest < (last - started) / 2
 
 
 @pytest.mark.parametrize(

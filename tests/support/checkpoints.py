@@ -98,6 +98,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
             "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
         },
     },
     "qwen3": {

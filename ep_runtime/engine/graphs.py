@@ -1,0 +1,143 @@
+"""Decode steps as CUDA graphs: one graph for each bucket of rows, from the token ids to the logits.
+
+WARM, a command like any other, captures them on every rank, so that the collectives of the warm-up pair. A graph holds no NCCL:
+its reductions go through peer memory, whose addresses are in device tables. Rows past the batch are idle: slot -1, length 0, no
+place.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ep_runtime.engine.block_tables import BlockTables
+from model.base import Communicator, Model
+from model.batch import ForwardBatch, ForwardOutput, HostBatch
+from model.state.registry import StateRegistry
+
+log = logging.getLogger(__name__)
+
+FIELDS = ("given", "fed", "position", "slot", "length", "place")
+IDLE = {"given": 0, "fed": -1, "position": 0, "slot": -1, "length": 0, "place": -1}
+
+
+@dataclass(kw_only=True, slots=True)
+class CapturedStep:
+    """One bucket: the inputs that a replay reads, `[6, rows]` int64, the graph, and its logits (None where none are sampled)."""
+
+    rows: int
+    inputs: torch.Tensor
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor | None
+    collectives: int
+
+
+class DecodeGraphs:
+    """The captured steps of one epoch's executor. `last_tokens [max_slots]` feeds rows whose token is still on the device."""
+
+    def __init__(
+        self,
+        model: Model,
+        state: StateRegistry,
+        comm: Communicator,
+        tables: BlockTables,
+        last_tokens: torch.Tensor,
+        *,
+        block_size: int,
+        max_length: int,
+    ) -> None:
+        self._model = model
+        self._state = state
+        self._comm = comm
+        self._tables = tables
+        self._last_tokens = last_tokens
+        self._block_size = block_size
+        self._max_length = max_length
+        self._steps: list[CapturedStep] = []
+        self._pool: Any = None
+
+    def capture(self, buckets: Sequence[int]) -> None:
+        """Capture every bucket, largest first, so that the smaller ones share its memory.
+
+        A bucket whose capture fails is left out, and its steps run eagerly: a failed capture has launched nothing.
+        """
+        self._pool = torch.cuda.graph_pool_handle()
+        for rows in sorted(set(buckets), reverse=True):
+            step = self._capture(rows)
+            if step is not None:
+                self._steps.insert(0, step)
+
+    def bucket(self, rows: int) -> CapturedStep | None:
+        """The smallest captured step with at least `rows` rows."""
+        index = bisect_left(self._steps, rows, key=lambda step: step.rows)
+        return self._steps[index] if index < len(self._steps) else None
+
+    def run(self, step: CapturedStep, columns: Sequence[Sequence[int]]) -> ForwardOutput:
+        """Replay with `columns`, one list a field of FIELDS, all of one length; the logits of these rows."""
+        count = len(columns[0])
+        host = torch.empty(len(FIELDS), step.rows, dtype=torch.int64, pin_memory=True)
+        view = host.numpy()
+        for index, (name, values) in enumerate(zip(FIELDS, columns, strict=True)):
+            view[index, :count] = values
+            view[index, count:] = IDLE[name]
+        self._tables.flush()
+        step.inputs.copy_(host, non_blocking=True)
+        step.graph.replay()
+        self._comm.launched += step.collectives
+        return ForwardOutput(logits=None if step.logits is None else step.logits[:count])
+
+    def close(self) -> None:
+        """Drop the graphs and their memory."""
+        self._steps.clear()
+        self._pool = None
+
+    def _capture(self, rows: int) -> CapturedStep | None:
+        inputs = torch.tensor([[IDLE[name]] * rows for name in FIELDS], dtype=torch.int64, device=self._last_tokens.device)
+        # Compiles kernels, sizes workspaces and connects ranks, none of which a capture may do.
+        self._forward(inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        launched = self._comm.launched
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits = self._forward(inputs)
+        except (RuntimeError, ValueError) as error:
+            log.warning("a decode step of %d rows cannot be captured and runs eagerly: %s", rows, error)
+            return None
+        finally:
+            collectives, self._comm.launched = self._comm.launched - launched, launched
+        return CapturedStep(rows=rows, inputs=inputs, graph=graph, logits=logits, collectives=collectives)
+
+    def _forward(self, inputs: torch.Tensor) -> torch.Tensor | None:
+        rows = inputs.shape[1]
+        given, fed, position, slot, length, place = inputs.unbind(0)
+        token_ids = torch.where(fed >= 0, self._last_tokens.index_select(0, fed.clamp(min=0)), given)
+        every = torch.arange(rows + 1, dtype=torch.int32, device=inputs.device)
+        nothing = np.zeros(rows, dtype=np.int32)
+        batch = ForwardBatch(
+            token_ids=token_ids,
+            positions=position.int(),
+            query_start=every,
+            slots=slot.int(),
+            seq_lens=length.int(),
+            block_tables=self._tables.tensor.index_select(0, slot.clamp(min=0)),
+            kv_write_from=torch.zeros(rows, dtype=torch.int32, device=inputs.device),
+            wanted_rows=every[:rows].long(),
+            kv_places=place,
+            host=HostBatch(
+                query_start=np.arange(rows + 1, dtype=np.int32),
+                seq_lens=nothing,
+                slots=nothing,
+                max_query=1,
+                max_seq=self._max_length,
+                single_lens=nothing,
+            ),
+            block_size=self._block_size,
+        )
+        return self._model.forward(batch, self._state, self._comm).logits
