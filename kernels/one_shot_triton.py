@@ -11,7 +11,7 @@ the residual and normalised in the same launch.
 | `abort[0]` | pinned host memory | this rank's host | not 0: leave without the peers; the output means nothing |
 
 Two halves suffice: a rank writes half n % 2 again in its row's call n + 2, which it enters only after every peer has told it of
-call n + 1, and a peer tells of n + 1 only after its call n has ended. All calls of an epoch have one width, so a row keeps its place.
+call n + 1, and a peer tells of n + 1 only after its call n has ended. All calls of an epoch have one width: a row keeps its place.
 Addresses come from device tables, so that graphs outlive an epoch.
 """
 

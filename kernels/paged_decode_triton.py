@@ -246,7 +246,7 @@ def _decode_kernel(
     if begin >= length:
         return
     queries = tl.load(q + out_row * (HEADS * HEAD_DIM) + element, mask=real[:, None], other=0.0)
-    position = length - count + mine + 1
+    position = length - count + mine
 
     # A masked score is finite: a row that sees nothing here leaves sums that weigh nothing beside those of a row that does.
     top = tl.full([PACKED], -1e30, tl.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.http.conftest import TEXT, Stack
@@ -121,7 +123,7 @@ def test_tokenize_messages(stack: Stack) -> None:
 def test_every_chunk_of_a_stream_has_the_same_fields(stack: Stack, path: str, usage: bool) -> None:
     fields = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
     stack.output = 'a "quoted" \\ text\n\twith é, 日本 and \u2028 in it'
-    body = {**fields, "stream": True, "n": 2, "stream_options": {"include_usage": usage}}
+    body = {**fields, "stream": True, "n": 2, "max_tokens": 100, "stream_options": {"include_usage": usage}}
     lines = [line for line in stack.http.post(path, json=body).text.split("\n\n") if line]
     assert lines.pop() == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
