@@ -221,7 +221,7 @@ def _prefill_kernel(
     # Every row sees positions `everywhere .. whole - 1`; the tiles before and after hold edges.
     begin = 0
     everywhere = 0
-    whole = (low + 2) // TILE * TILE
+    whole = (low + 1) // TILE * TILE
     if WINDOW > 0:
         begin = tl.maximum(low - WINDOW + 1, 0) // TILE * TILE
         everywhere = tl.cdiv(tl.maximum(high - WINDOW, 0), TILE) * TILE

@@ -20,6 +20,8 @@ DEFAULT_SLOTS = 256
 """Slots when none are asked for, memory permitting."""
 HOST_CACHE_LIMIT = 4 * GIB
 """On a CPU, an automatic cache takes no more than this (or one longest sequence): memory is shared with other programs there."""
+SCORED_ROWS = 256
+"""Prompt rows whose logits one step may ask for (prompt logprobs), beside one row a slot: a row of logits is large."""
 RESERVE = {"cpu": 256 << 20, "cuda": 768 << 20}
 """What the plan leaves to the libraries: allocator fragments, cuBLAS workspaces, communicator buffers."""
 
@@ -81,11 +83,13 @@ def scratch_bytes(spec: ModelSpec, needs: Needs, max_slots: int) -> int:
     """An estimate of the largest forward's temporaries, in the model's dtype except for float32 logits and accumulators.
 
     A row holds about 16 hidden-sized values at once (residual, norm, projections, attention, two reductions in float32), and 4
-    more for each of its experts (gathered input, gate and up, output). Logits are kept twice (raw, and the sampler's) a slot.
+    more for each of its experts (gathered input, gate and up, output). Logits are kept twice (raw, and the sampler's), for a row
+    a slot and for SCORED_ROWS prompt rows.
     """
     element = DTYPE_BYTES[needs.dtype]
     row = spec.hidden_size * (16 + 4 * spec.experts_per_token) * element
-    return needs.max_num_batched_tokens * row + 2 * max_slots * spec.vocab_size * 4
+    logit_rows = max_slots + min(SCORED_ROWS, needs.max_num_batched_tokens)
+    return needs.max_num_batched_tokens * row + 2 * logit_rows * spec.vocab_size * 4
 
 
 def plan_memory(spec: ModelSpec, needs: Needs, memory: DeviceMemory, utilization: float) -> MemoryPlan:

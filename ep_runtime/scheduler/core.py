@@ -43,6 +43,8 @@ class SchedulerLimits:
     prefix_cache: bool = False
     chunk_multiple: int = 1
     single_chunk: bool = False
+    max_scored_rows: int = NEVER
+    """Prompt rows of one plan whose logits are wanted; a `single_chunk` prompt wants all of its own whatever this says."""
     retry_after: float = 1.0
     """Seconds that a refused request is told to wait."""
 
@@ -52,6 +54,8 @@ class SchedulerLimits:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
         if self.max_queue < 0:
             raise ValueError(f"max_queue is {self.max_queue}, it must not be negative")
+        if self.max_scored_rows < self.chunk_multiple:
+            raise ValueError(f"max_scored_rows is {self.max_scored_rows}, less than a chunk of {self.chunk_multiple} tokens")
         least = self.max_slots + self.chunk_multiple - 1
         if self.max_batch_tokens < least:
             raise ValueError(

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from ep_runtime.scheduler.admission import blocks_for, piece_end, runs_alone
-from ep_runtime.scheduler.core import Plan, SchedulerLimits, Sequence, SlotAlloc, StepRecord
+from ep_runtime.scheduler.core import NEVER, Plan, SchedulerLimits, Sequence, SlotAlloc, StepRecord
 from ep_runtime.scheduler.lifecycle import Lifecycle
 from protocol.commands import Span, Wanted
 
 
 class Draft:
-    """A plan in the making; `room` is what is left of the token budget."""
+    """A plan in the making; `room` is what is left of the token budget, `score_room` of the rows that may be scored."""
 
-    __slots__ = ("admitted", "allocs", "room", "sequences", "spans", "tokens")
+    __slots__ = ("admitted", "allocs", "room", "score_room", "sequences", "spans", "tokens")
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, score_room: int) -> None:
         self.room = room
+        self.score_room = score_room
         self.spans: list[Span] = []
         self.sequences: list[Sequence] = []
         self.tokens: list[int] = []
@@ -33,7 +34,7 @@ class Planner:
 
     def make(self) -> StepRecord | None:
         """The next step, or None when no slot moves and no row is due."""
-        draft = Draft(self._limits.max_batch_tokens)
+        draft = Draft(self._limits.max_batch_tokens, self._limits.max_scored_rows)
         solo = False
         if self._was_solo or not (solo := self._plan_solo(draft)):
             self._plan_batch(draft)
@@ -109,7 +110,7 @@ class Planner:
             return False
         hits = life.find_prefix(seq)
         start = len(hits) * self._limits.block_size
-        if self._piece_end(start, len(seq.tokens), seq, draft.room) == start:
+        if self._piece_end(start, len(seq.tokens), seq, draft) == start:
             return False
         alloc = life.admit(seq, hits)
         if alloc is None:
@@ -120,7 +121,7 @@ class Planner:
 
     def _plan_piece(self, draft: Draft, seq: Sequence) -> bool:
         start, total = seq.planned, seq.prefill_len
-        end = self._piece_end(start, total, seq, draft.room)
+        end = self._piece_end(start, total, seq, draft)
         if end == start:
             return False
         size = self._limits.block_size
@@ -133,9 +134,14 @@ class Planner:
         draft.sequences.append(seq)
         draft.tokens += seq.tokens[start:end]
         draft.room -= end - start
+        if scores:
+            draft.score_room -= end - start
         seq.in_flight += 1
         self._life.advance(seq, end - start)
         return True
 
-    def _piece_end(self, start: int, total: int, seq: Sequence, room: int) -> int:
+    def _piece_end(self, start: int, total: int, seq: Sequence, draft: Draft) -> int:
+        room = draft.room
+        if seq.logprobs_from < NEVER and not self._limits.single_chunk:
+            room = min(room, draft.score_room)
         return piece_end(start, total, room, seq.prompt_len, self._limits)

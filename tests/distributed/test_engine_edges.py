@@ -99,9 +99,7 @@ def test_an_engine_that_ends_takes_no_more_requests(ranks: RankPool, checkpoint:
 
 
 def test_a_worker_that_is_lost_while_the_head_waits_for_a_mask_is_noticed(ranks: RankPool, checkpoint: Checkpoint) -> None:
-    outcomes = ranks.outcomes(
-        2, CASES + "lost_while_waiting", folder=str(checkpoint("mixtral", "plain")), grace=20.0, **SETTINGS
-    )
+    outcomes = ranks.outcomes(2, CASES + "lost_while_waiting", folder=str(checkpoint("mixtral", "plain")), grace=20.0, **SETTINGS)
     assert (outcomes[0].kind, outcomes[1].kind) == ("returned", "died")
     assert outcomes[0].value.startswith(("EpPeerGone", "EpRankFailed"))
 
@@ -149,7 +147,7 @@ def chaos_requests(seed: int, count: int) -> dict[str, dict[str, Any]]:
 def test_no_company_and_no_trouble_changes_an_answer(
     ranks: RankPool, checkpoint: Checkpoint, family: str, seed: int, lookahead: bool, troubles: tuple[float, float, float]
 ) -> None:
-    """n > 1, penalties, biases, stops, grammars, logprobs, prefix hits, preemptions, aborts, failed steps and ALLOCs, all at once."""
+    """n > 1, penalties, biases, stops, grammars, logprobs, prefix hits, preemptions, aborts, failed steps and ALLOCs at once."""
     folder, requests = str(checkpoint(family, "plain")), chaos_requests(seed, 12)
     aborts, forward_failures, alloc_failures = troubles
     own = {"max_model_len": 88, "max_num_seqs": 1, "max_num_batched_tokens": 128, "block_size": 8}

@@ -167,7 +167,9 @@ def test_sigterm_ends_the_engine_while_busy(start: Callable[..., EngineProcess])
 def test_a_report_names_its_rank_and_epoch(start: Callable[..., EngineProcess]) -> None:
     engine = start(rank=1, world=2)
     assert engine.control.recv(WAIT_SECONDS) == Loaded(1)
-    engine.control.send(BeginEpoch(epoch=7, world=2, store="127.0.0.1:1", links=f"unix:{engine.runtime_dir}/x" + "y" * 200), WAIT_SECONDS)
+    engine.control.send(
+        BeginEpoch(epoch=7, world=2, store="127.0.0.1:1", links=f"unix:{engine.runtime_dir}/x" + "y" * 200), WAIT_SECONDS
+    )
     report = engine.control.recv(WAIT_SECONDS)
     assert isinstance(report, Report)
     assert (report.rank, report.epoch) == (1, 7)

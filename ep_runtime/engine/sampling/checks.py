@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from protocol.messages import SamplingParams, Submit
 
+MAX_FLOAT32 = 3.4e38
 MAX_LOGIT_BIAS = 1e4
 """Far above any logit, far below what overflows float32."""
 
@@ -31,8 +31,8 @@ def sampling_fault(params: SamplingParams, prompt: Sequence[int], generated: Seq
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             return f"{field}: token ids must be in 0..{vocab_size - 1}"
     for field in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        if not math.isfinite(getattr(params, field)):
-            return f"{field} is {getattr(params, field)}; it must be finite"
+        if not abs(getattr(params, field)) <= MAX_FLOAT32:
+            return f"{field} is {getattr(params, field)}; it must be finite in float32"
     if not all(abs(value) <= MAX_LOGIT_BIAS for value in params.logit_bias.values()):
         return f"logit_bias: values must be in -{MAX_LOGIT_BIAS:g}..{MAX_LOGIT_BIAS:g}"
     for wrong, text in (

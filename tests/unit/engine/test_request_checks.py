@@ -17,6 +17,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": -0.1}),
     ("repetition_penalty", {"repetition_penalty": 0.0}),
     ("repetition_penalty", {"repetition_penalty": math.nan}),
+    ("repetition_penalty", {"repetition_penalty": 1e39}),
     ("presence_penalty", {"presence_penalty": -math.inf}),
     ("frequency_penalty", {"frequency_penalty": math.nan}),
     ("top_p", {"top_p": 0.0}),

@@ -27,7 +27,7 @@ BLOCK = 2 * 2 * 16 * 32 * 2
 HYBRID = replace(ATTENTION, states=(StateSpec(layer=0, name="h", shape=(1024, 64), dtype="float32"),))
 SLOT = 1024 * 64 * 4
 NEEDS = Needs(dtype="bfloat16", weight_bytes=10 << 20, block_size=16, max_num_batched_tokens=512, max_model_len=1000, max_slots=8)
-SCRATCH = 512 * 64 * (16 + 8) * 2 + 2 * 8 * 1000 * 4
+SCRATCH = 512 * 64 * (16 + 8) * 2 + 2 * (8 + 256) * 1000 * 4
 
 
 def gpu(total: int, used: int = 0) -> DeviceMemory:

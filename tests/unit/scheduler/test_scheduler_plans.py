@@ -193,3 +193,21 @@ def test_limits_that_could_starve_a_prompt_are_refused():
         limits(max_slots=8, max_batch_tokens=8, chunk_multiple=4)
     with pytest.raises(ValueError, match="num_blocks is 0"):
         limits(num_blocks=0)
+
+
+def test_prompt_rows_that_are_scored_are_bounded_and_others_are_not():
+    """Logits of every prompt row would take more memory than the rest of the step."""
+    driver = Driver(limits(max_batch_tokens=16, max_scored_rows=6), depth=0)
+    driver.submit(request("scored", [1] * 14, 2, prompt_logprobs=1))
+    driver.submit(request("plain", [2] * 20, 2))
+    driver.submit(request("later", [3] * 9, 2, prompt_logprobs=0))
+    driver.run()
+    for plan in driver.plans:
+        assert sum(span.length for span in plan.spans if span.wanted is Wanted.ALL) <= 6
+    assert owned(driver.plans[0]) == [("scored", 6), ("plain", 10)]
+    driver.check_answers()
+
+
+def test_a_bound_on_scored_rows_below_one_chunk_is_refused():
+    with pytest.raises(ValueError, match="max_scored_rows is 3"):
+        limits(max_scored_rows=3, chunk_multiple=4)

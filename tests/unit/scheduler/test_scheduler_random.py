@@ -29,6 +29,7 @@ def random_limits(random: Random):
         single_chunk=random.random() < 0.15,
         eos_token_ids=tuple(random.sample(range(50), random.choice([0, 1, 4]))),
         max_queue=random.choice([2, 1000, 1000]),
+        max_scored_rows=multiple + random.choice([0, 3, 1000]),
     )
 
 
