@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter, which must be chosen before the first import of triton.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.support.ranks import RankPool
 

@@ -93,9 +93,10 @@ def choose_operators(forward_mode: str | None, device: torch.device) -> Operator
     """GPU kernels, or torch's on a CPU and for the mode `reference`."""
     if device.type != "cuda" or forward_mode == "reference":
         return TorchOperators()
+    from kernels.tuning import Tuning, load_table
     from model.layers.fused import FusedOperators
 
-    return FusedOperators(device, log.warning)
+    return FusedOperators(device, Tuning(load_table(torch.cuda.get_device_name(device)), log.warning))
 
 
 def choose_dtype(asked: str, config_json: dict) -> torch.dtype:

@@ -21,7 +21,7 @@ from kernels.paged_prefill_triton import PrefillConfig, default_prefill_config, 
 from kernels.rms_norm_triton import add_norm_rows, norm_rows, silu_mul
 from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
 from kernels.router_triton import FUSED_ROWS, route_logits, route_rows
-from kernels.tuning import Tuning, load_table
+from kernels.tuning import Tuning
 from model.batch import ForwardBatch
 from model.layers.attention import Attention
 from model.layers.delta_net import CONV, GatedDeltaNet, H
@@ -49,9 +49,9 @@ class Prepared:
 class FusedOperators:
     """GPU kernels with tuned configurations. One object serves one model: it owns the counters that its kernels leave at zero."""
 
-    def __init__(self, device: torch.device, missing: Callable[[str], None]) -> None:
+    def __init__(self, device: torch.device, tuning: Tuning) -> None:
         self._device = device
-        self._tuning = Tuning(load_table(torch.cuda.get_device_name(device)), missing)
+        self._tuning = tuning
         self._torch = TorchOperators()
         self._configs: dict[tuple[int, int, int, int], ExpertsConfig] = {}
         self._turns = torch.zeros(1 << 18, dtype=torch.int32, device=device)
@@ -155,9 +155,10 @@ class FusedOperators:
                 query_start=batch.query_start,
                 spans=batch.single_spans,
                 out=out,
+                turns=self._turns,
             )
         if batch.host.pieces:
-            config = default_prefill_config(layer.head_dim)
+            config = default_prefill_config(layer.head_dim, q.dtype)
             tiles = self._tiles(batch, prepared, layer.heads // layer.kv_heads, config)
             paged_prefill(
                 q,
@@ -188,7 +189,7 @@ class FusedOperators:
         if batch.single_rows is not None and batch.single_spans is not None and len(batch.single_rows):
             slots = batch.slots.index_select(0, batch.single_spans)
             delta_decode(
-                projected, conv, h, slots, weights, self._turns, key_heads=key_heads, rows=batch.single_rows.int(), out=out
+                projected, conv, h, slots, weights, self._turns, key_heads=key_heads, rows=batch.single_rows, out=out
             )
         if step.prepared.deltas is not None:
             delta_pieces(projected, conv, h, batch.slots, weights, step.prepared.deltas, key_heads=key_heads, out=out)
