@@ -21,7 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test that uses the rank pool belongs to one xdist group, so that one worker alone spawns ranks; the others go by file."""
+    """Every test that uses the rank pool belongs to one xdist group, so that one worker alone spawns ranks; others go by file."""
     for item in items:
         group = "ranks" if "ranks" in getattr(item, "fixturenames", ()) else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))

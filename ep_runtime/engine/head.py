@@ -58,6 +58,7 @@ class Head:
         read_when_ready: bool = True,
         mask_deadline_s: float = 30.0,
         check_epoch: Callable[[], None] = lambda: None,
+        announce: Callable[[], None] = lambda: None,
     ) -> None:
         self.epoch = epoch
         self.requests = RequestTable()
@@ -70,6 +71,8 @@ class Head:
         self._in_flight: deque[PendingStep] = deque()
         self._mask_deadline_s = mask_deadline_s
         self._check_epoch = check_epoch
+        self._announce = announce
+        self._last_announce = -SIGN_OF_LIFE_S
         self._last_command = time.monotonic()
         self._last_publish = 0.0
         self._forwards = 0
@@ -96,6 +99,11 @@ class Head:
 
     def turn(self, idle_wait_s: float = IDLE_WAIT_S) -> None:
         """Receive, read what is ready, launch at most one step; waits only when there is nothing to launch."""
+        now = time.monotonic()
+        if now - self._last_announce >= SIGN_OF_LIFE_S:
+            # A frontend that started later learns of this epoch from the repetition.
+            self._last_announce = now
+            self._announce()
         self._receive(idle_wait_s if self.idle else 0.0)
         while self._in_flight and self._read_when_ready and self._in_flight[0].ready():
             self._read()

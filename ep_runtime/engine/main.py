@@ -126,8 +126,6 @@ class Engine:
 
     def _serve_head(self, place: EpochPlace, rank: RankModel) -> None:
         epoch, broadcaster, links = open_head(rank, place, self._listener if place.world > 1 else None, self._epoch_closed)
-        if self._listener is not None:
-            self._listener.close()
         with closing(epoch), closing(links):
             if self._listener is not None:
                 self._listener.close()
@@ -136,6 +134,17 @@ class Engine:
 
     def _run_head(self, place: EpochPlace, rank: RankModel, epoch: RankEpoch, broadcaster: Broadcaster, port: ZmqPort) -> None:
         limits = scheduler_limits(rank, epoch.limits)
+        ready = EpochReady(
+            epoch=place.epoch,
+            max_model_len=limits.max_model_len,
+            vocab_size=rank.spec.vocab_size,
+            max_num_seqs=limits.max_slots,
+            stop_token_ids=list(limits.eos_token_ids),
+            block_size=limits.block_size,
+            world=place.world,
+            forward_mode=rank.config.forward_mode or "eager",
+            inputs=list(rank.spec.inputs),
+        )
         head = Head(
             broadcaster=broadcaster,
             scheduler=Scheduler(limits),
@@ -144,23 +153,11 @@ class Engine:
             epoch=place.epoch,
             digest_interval=rank.config.digest_interval,
             check_epoch=self._check_epoch,
+            announce=lambda: port.publish(ready),
         )
         head.warm(warm_buckets(rank))
         collect_garbage_once()
         self._control.send(Ready(place.epoch, 0), SEND_TIMEOUT_S)
-        port.publish(
-            EpochReady(
-                epoch=place.epoch,
-                max_model_len=limits.max_model_len,
-                vocab_size=rank.spec.vocab_size,
-                max_num_seqs=limits.max_slots,
-                stop_token_ids=list(limits.eos_token_ids),
-                block_size=limits.block_size,
-                world=place.world,
-                forward_mode=rank.config.forward_mode or "eager",
-                inputs=list(rank.spec.inputs),
-            )
-        )
         head.run(self._stopping, self._grace_left)
         port.publish(EpochEnded(place.epoch, "the server stops", final=True))
 

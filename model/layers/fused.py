@@ -47,10 +47,15 @@ class Prepared:
 
 
 class FusedOperators:
-    """GPU kernels with tuned configurations. One object serves one model: it owns the counters that its kernels leave at zero."""
+    """GPU kernels with tuned configurations. One object serves one model: it owns the counters that its kernels leave at zero.
 
-    def __init__(self, device: torch.device, tuning: Tuning) -> None:
+    With `pdl` (programmatic dependent launch) a kernel of a decode step is set up while the one before it still runs, and waits for its
+    results on the device. Every kernel here lets its successor start only after its own wait, so that order holds along the chain.
+    """
+
+    def __init__(self, device: torch.device, tuning: Tuning, *, pdl: bool = True) -> None:
         self._device = device
+        self._pdl = pdl
         self._tuning = tuning
         self._torch = TorchOperators()
         self._configs: dict[tuple[int, int, int, int], ExpertsConfig] = {}
@@ -73,7 +78,7 @@ class FusedOperators:
     def add_norm(self, x: torch.Tensor, pending: Pending | None, norm: RMSNorm, step: Step) -> torch.Tensor:
         """One launch; for a partial sum that fits peer memory, the reduction in it."""
         if pending is None:
-            return norm_rows(x, norm.weight, norm.eps, zero_centered=norm.zero_centered)
+            return norm_rows(x, norm.weight, norm.eps, zero_centered=norm.zero_centered, pdl=self._pdl)
         peers = step.comm.peers
         if pending.partial and peers is not None and peers.fits(*x.shape):
             step.comm.launched += 1
@@ -95,6 +100,7 @@ class FusedOperators:
             zero_centered=norm.zero_centered,
             shared=pending.shared,
             shared_gate=pending.shared_gate,
+            pdl=self._pdl,
         )
 
     def settle(self, x: torch.Tensor, pending: Pending, step: Step) -> None:
@@ -126,6 +132,7 @@ class FusedOperators:
             k_norm=None if layer.k_norm is None else layer.k_norm.weight,
             eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
             zero_centered=layer.q_norm is not None and layer.q_norm.zero_centered,
+            pdl=self._pdl,
         )
         gate = projected[:, layer.width + 2 * layer.kv_width :] if layer.gated else None
         tables, lens, window = batch.block_tables, batch.seq_lens, layer.window
@@ -140,6 +147,7 @@ class FusedOperators:
                 window=window,
                 gate=gate,
                 turns=self._turns,
+                pdl=self._pdl,
             )
         out = torch.empty(q.shape[0], layer.width, dtype=q.dtype, device=q.device)
         if batch.single_spans is not None and len(batch.single_spans):
@@ -199,7 +207,7 @@ class FusedOperators:
         """Router and choice, then the experts that this rank holds."""
         if layer.router.bias is None and x.shape[0] <= FUSED_ROWS and x.is_contiguous():
             router = layer.router.weight.dequantize()
-            weights, experts, _ = route_rows(x, router, layer.top_k, layer.normalise, self._turns[:1])
+            weights, experts, _ = route_rows(x, router, layer.top_k, layer.normalise, self._turns[:1], pdl=self._pdl)
         else:
             weights, experts = route_logits(layer.router(x), layer.top_k, layer.normalise)
         if step.batch.routing:
@@ -209,7 +217,7 @@ class FusedOperators:
 
     def mlp(self, layer: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
         """One kernel."""
-        return silu_mul(gate_up)
+        return silu_mul(gate_up, pdl=self._pdl)
 
     def _tiles(self, batch: ForwardBatch, prepared: Prepared, group: int, config: PrefillConfig) -> torch.Tensor:
         if group not in prepared.tiles:

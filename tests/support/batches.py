@@ -51,6 +51,7 @@ class LockstepRank:
     rank: int
     world: int
     launched: list[str] = field(default_factory=list)
+    peers: None = None
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         self.launched.append("reduce")

@@ -10,17 +10,27 @@ from safetensors.torch import load_file
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.families.registry import build_model, resolve, weight_map
+from model.layers.operators import Operators
 from model.parallel import ExpertPlacement, Parallel
 from tests.support.checkpoints import read_config
 
 
-def load_rank(path: Path, rank: int = 0, world: int = 1, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
-    """One rank's model, filled from the folder."""
+def load_rank(
+    path: Path,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    operators: Operators | None = None,
+) -> Decoder:
+    """One rank's model, filled from the folder. GPU kernels, given as `operators`, want the row-major layout."""
     config, placement = placed(path, world)
     parallel = Parallel(rank, world)
     tensors = read_tensors(path)
     names = weight_map(config, placement, parallel, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    model = build_model(config, parallel, placement, dtype=dtype, device=device)
+    row_major = None if operators is None else True
+    model = build_model(config, parallel, placement, dtype=dtype, device=device, row_major=row_major, operators=operators)
     parameters = dict(model.named_parameters())
     assert parameters.keys() == names.pieces.keys()
     read = set()

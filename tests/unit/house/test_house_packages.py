@@ -80,9 +80,11 @@ def test_the_wheel_holds_our_packages_and_nothing_else(tmp_path):
     assert tops == {*PACKAGES, metadata.split("/")[0]}
     assert not headers["Version"].startswith("0.")
     assert headers["License-Expression"] == "Apache-2.0"
-    shipped = {name for name in names if name.endswith(".py")}
+    shipped = {name for name in names if not name.startswith(metadata.split("/")[0])}
     expected = {str(path.relative_to(source)) for name in PACKAGES for path in (source / name).rglob("*.py")}
-    assert shipped == expected
+    tables = {f"kernels/tuned/{path.name}" for path in (ROOT / "kernels" / "tuned").iterdir()}
+    assert tables
+    assert shipped == expected | tables | {f"{name}/py.typed" for name in PACKAGES}
 
 
 def test_no_file_holds_more_than_500_lines():

@@ -1,0 +1,42 @@
+"""The layers' GPU kernels, in Triton's interpreter, give the logits of transformers: whole prompts, pieces beside decode rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.decoder import Decoder
+from tests.support.batches import Part, Ranks, relative_error
+from tests.support.checkpoints import clear_prompt, hf_logits
+from tests.support.weights import load_rank
+
+CASES = [("mixtral", "window"), ("qwen3_moe", "yarn"), ("qwen3_next", "plain"), ("qwen3_5_moe", "fused"), ("llama", "llama3")]
+
+
+def load_fused(path: Path, rank: int, world: int) -> Decoder:
+    """The model with GPU kernels. One rank only: the interpreter is not made for threads."""
+    from kernels.tuning import Tuning, TuningTable
+    from model.layers.fused import FusedOperators
+
+    untuned = Tuning(TuningTable("none", ()), lambda message: None)
+    return load_rank(path, rank, world, operators=FusedOperators(torch.device("cpu"), untuned, pdl=False))
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_kernels_give_the_logits_of_the_reference(checkpoint: Callable[[str, str], Path], family: str, variant: str) -> None:
+    path = checkpoint(family, variant)
+    ranks = Ranks(path, load=load_fused)
+    first, second, third = (clear_prompt(path, length, seed) for length, seed in ((39, 1), (19, 2), (3, 3)))
+    expected = [hf_logits(path, tokens) for tokens in (first, second, third)]
+    assert relative_error(ranks.prompt(0, first[:36], chunk=21), expected[0][:36]) < 1e-4
+    ranks.prompt(2, third[:1])
+    # Two rows that decode around a piece, then three that decode.
+    rows = ranks.logits(Part(0, first[36:37], [0]), Part(1, second[:17], [16]), Part(2, third[1:2], [0]))
+    for row, (slot, position) in zip(rows, ((0, 36), (1, 16), (2, 1)), strict=True):
+        assert relative_error(row, expected[slot][position]) < 1e-4, slot
+    rows = ranks.logits(Part(2, third[2:3], [0]), Part(0, first[37:38], [0]), Part(1, second[17:18], [0]))
+    for row, (slot, position) in zip(rows, ((2, 2), (0, 37), (1, 17)), strict=True):
+        assert relative_error(row, expected[slot][position]) < 1e-4, slot
