@@ -49,7 +49,7 @@ class RuntimeConfig(BaseModel):
     max_request_bytes: int = Field(4 * 2**20, ge=1024, description="largest HTTP request body in bytes")
 
     # How it runs
-    forward_mode: Literal["reference", "eager", "graph"] | None = Field(None, description="how a forward runs; None: eager")
+    forward_mode: Literal["reference", "eager", "graph"] | None = Field(None, description="how a forward runs; None: graph on GPU, eager on CPU")
     attention_layout: str = Field("replicated", description="where attention is computed: 'replicated' on every rank")
     protocol: int = Field(2, ge=1, le=2, description="version of the command protocol; 1 is the one-sequence dialect")
     enable_prefix_caching: bool = Field(False, description="reuse the blocks of common prompt beginnings")
@@ -173,7 +173,7 @@ def resolve(config: RuntimeConfig, facts: Facts) -> RuntimeConfig:
         "served_model_name": config.served_model_name or config.model.rstrip("/"),
         "max_num_seqs": slots,
         "max_num_batched_tokens": config.max_num_batched_tokens or max(slots, 8192 if on_gpu else 512),
-        "forward_mode": config.forward_mode or "eager",
+        "forward_mode": config.forward_mode or ("graph" if on_gpu else "eager"),
         "world_size": world,
         "coordinator_host": None if one_host else config.coordinator_host or facts.master_addr,
         "coordinator_port": None if one_host else config.coordinator_port or facts.master_port + 1,

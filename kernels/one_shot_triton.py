@@ -1,18 +1,19 @@
 """Sums over ranks through peer memory, in one launch: each rank shows its partial to the others and adds all of them itself.
 
-Every program owns one row. It copies its row of the partial into the half of its rank's buffer that is in turn, tells every peer,
-waits until all have told it, and adds the ranks' rows in rank order in float32: the same bits on all ranks. The sum can be added to
-the residual and normalised in the same launch.
+A launch has at most PROGRAMS programs, whatever its shape, so that all of them run at once. Program p owns every PROGRAMS-th row.
+It copies its rows of the partial into the half of its rank's buffer that is in turn, tells every peer, waits until all have told
+it, and adds the ranks' rows in rank order in float32: the same bits on all ranks. The sum can be added to the residual and
+normalised in the same launch. Peers' rows are read past all caches (`.cv`), which unlike volatile reads still come in 16 bytes.
 
 | word | in | written by | meaning |
 |---|---|---|---|
-| `signals[p * world + r]` | every rank's signal memory | rank r | rank r's row p of call n is readable, when it holds n |
+| `signals[p * world + r]` | every rank's signal memory | rank r | rank r's part p of call n is readable, when it holds n |
 | `turns[p]` | this rank's memory | this rank | the number of calls that program p has finished |
 | `abort[0]` | pinned host memory | this rank's host | not 0: leave without the peers; the output means nothing |
 
-Two halves suffice: a rank writes half n % 2 again in its row's call n + 2, which it enters only after every peer has told it of
-call n + 1, and a peer tells of n + 1 only after its call n has ended. All calls of an epoch have one width: a row keeps its place.
-Addresses come from device tables, so that graphs outlive an epoch.
+Two halves suffice: a rank writes half n % 2 again in program p's call n + 2, which it enters only after every peer has told it of
+p's call n + 1, and a peer tells of n + 1 only after its call n has ended. What program p writes lies where only program p ever
+writes, in every call. Addresses come from device tables, so that graphs outlive an epoch.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,8 +27,11 @@ import torch
 import triton
 import triton.language as tl
 
-GATHER_PARTS = 16
-"""Programs that share a row of a gather, so that a single row is not one program's work."""
+PROGRAMS = 256
+"""Most programs of a launch: two a multiprocessor, so that none waits for a peer that waits for its own start."""
+
+GATHER_BLOCK = 2048
+"""Elements that a program of a gather moves at a time."""
 
 SPINS_A_LOOK = 1024
 """Reads of a peer's signal between looks at the abort word, which lies in host memory and is slow to read."""
@@ -35,10 +39,10 @@ SPINS_A_LOOK = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerMemory:
-    """What the kernel needs of a group. Tables are int64 `[world]` on the device: the ranks' buffers and signals, own ones too.
+    """What the kernels need of a group. Tables are int64 `[world]` on the device: the ranks' buffers and signals, own ones too.
 
-    A buffer holds two halves of `capacity` elements; signals are int32 `[max_rows * world]`, turns int32 `[max_rows]`, all zero at
-    the start of an epoch. `abort` is one int32 in pinned host memory.
+    A buffer holds two halves of `capacity` elements; signals are int32 `[PROGRAMS * world]`, turns int32 `[PROGRAMS]`, all zero at
+    the start of an epoch. `abort` is one int32 in pinned host memory. One memory serves sums of one width, or gathers, not both.
     """
 
     rank: int
@@ -48,15 +52,14 @@ class PeerMemory:
     turns: torch.Tensor
     abort: torch.Tensor
     capacity: int
-    max_rows: int
 
     def fits(self, rows: int, width: int) -> bool:
         """Whether a partial `[rows, width]` can be summed in one launch."""
-        return rows <= self.max_rows and rows * width <= self.capacity
+        return rows * width <= self.capacity
 
     def fits_gather(self, rows: int, width: int) -> bool:
         """Whether shards `[rows, width]` can be gathered in one launch."""
-        return rows * GATHER_PARTS <= self.max_rows and rows * _padded(width) <= self.capacity
+        return _gather_share(rows * width) <= self.capacity // PROGRAMS
 
 
 def reduce_rows(memory: PeerMemory, partial: torch.Tensor) -> torch.Tensor:
@@ -87,51 +90,53 @@ def reduce_add_norm_rows(
 
 
 def gather_rows(memory: PeerMemory, shard: torch.Tensor) -> torch.Tensor:
-    """On rank 0 the shards `[T, width]` of all ranks side by side in rank order, `[T, world * width]` float32; elsewhere undefined.
+    """On rank 0 the shards `[T, width]` of all ranks side by side in rank order, `[T, world * width]` float32; elsewhere empty.
 
     Every rank waits for every other, so that nobody writes what is still read.
     """
     rows, width = shard.shape
     if not memory.fits_gather(rows, width):
-        raise ValueError(f"{rows} rows of {width} do not fit {memory.max_rows} programs and {memory.capacity} elements")
+        raise ValueError(f"{rows} rows of {width} do not fit {PROGRAMS} parts of {memory.capacity // PROGRAMS} elements")
+    shard = shard.contiguous()
     out = torch.empty(rows if memory.rank == 0 else 0, memory.world * width, dtype=torch.float32, device=shard.device)
     if rows:
-        part = _padded(width) // GATHER_PARTS
-        _gather_kernel[(rows, GATHER_PARTS)](
+        share = _gather_share(rows * width)
+        _gather_kernel[(triton.cdiv(rows * width, share),)](
             shard,
             out,
             memory.buffers,
             memory.signals,
             memory.turns,
             memory.abort,
+            rows * width,
             width,
-            shard.stride(0),
-            part,
+            share,
             CAPACITY=memory.capacity,
+            REGION=memory.capacity // PROGRAMS,
             RANK=memory.rank,
             WORLD=memory.world,
-            PARTS=GATHER_PARTS,
-            BLOCK=min(2048, triton.next_power_of_2(part)),
+            BLOCK=GATHER_BLOCK,
             SPINS=SPINS_A_LOOK,
             num_warps=8,
         )
     return out
 
 
-def _padded(width: int) -> int:
-    return triton.cdiv(width, GATHER_PARTS * 16) * GATHER_PARTS * 16
+def _gather_share(elements: int) -> int:
+    """Elements of one program: whole blocks, at most PROGRAMS programs."""
+    return triton.cdiv(elements, PROGRAMS * GATHER_BLOCK) * GATHER_BLOCK
 
 
 def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps, zero_centered) -> None:
     rows, width = partial.shape
     if not memory.fits(rows, width):
-        raise ValueError(f"{rows} rows of {width} do not fit {memory.max_rows} rows and {memory.capacity} elements")
+        raise ValueError(f"{rows} rows of {width} do not fit {memory.capacity} elements")
     if not partial.is_contiguous() or (x is not None and not x.is_contiguous()):
         raise ValueError("rows must be contiguous")
     if rows == 0:
         return
     block = triton.next_power_of_2(width)
-    _one_shot_kernel[(rows,)](
+    _one_shot_kernel[(min(rows, PROGRAMS),)](
         partial,
         x,
         shared,
@@ -143,6 +148,7 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
         memory.signals,
         memory.turns,
         memory.abort,
+        rows,
         width,
         0 if shared is None else shared.stride(0),
         0 if shared_gate is None else shared_gate.stride(0),
@@ -150,6 +156,7 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
         CAPACITY=memory.capacity,
         RANK=memory.rank,
         WORLD=memory.world,
+        PROGRAMS=PROGRAMS,
         BLOCK=block,
         ADD=x is not None,
         SHARED=shared is not None,
@@ -161,20 +168,24 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
 
 @triton.jit
 def _meet(signals, abort, program, turn, RANK: tl.constexpr, WORLD: tl.constexpr, SPINS: tl.constexpr):
-    """Tell every rank that this one's part of `turn` is readable, and wait until all have told it, or the host says to stop."""
+    """Tell every rank that this one's part of `turn` is readable, and wait until all have told it, or the host says to stop.
+
+    Waiting reads; only the read that ends it is an atomic, which orders what follows behind it.
+    """
     for r in tl.static_range(WORLD):
         theirs = tl.load(signals + r).to(tl.pointer_type(tl.int32)) + program * WORLD + RANK
         tl.atomic_xchg(theirs, turn, sem="release", scope="sys")
     told = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + program * WORLD
     stop = 0
     for r in tl.static_range(WORLD):
-        seen = tl.atomic_add(told + r, 0, sem="acquire", scope="sys")
+        seen = tl.load(told + r, volatile=True)
         spins = 0
         while (seen < turn) & (stop == 0):
-            seen = tl.atomic_add(told + r, 0, sem="acquire", scope="sys")
+            seen = tl.load(told + r, volatile=True)
             spins += 1
             if spins % SPINS == 0:
                 stop = tl.load(abort, volatile=True)
+        tl.atomic_add(told + r, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
@@ -185,37 +196,37 @@ def _gather_kernel(
     signals,
     turns,
     abort,
+    elements,
     width,
-    shard_stride,
-    part,
+    share,
     CAPACITY: tl.constexpr,
+    REGION: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPINS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * part
-    program = tl.program_id(0) * PARTS + tl.program_id(1)
+    program = tl.program_id(0)
+    first = program * share
+    end = tl.minimum(first + share, elements)
     turn = tl.load(turns + program) + 1
-    place = (turn % 2).to(tl.int64) * CAPACITY + row * PARTS * part
+    place = (turn % 2).to(tl.int64) * CAPACITY + program * REGION
     dtype: tl.constexpr = shard.dtype.element_ty
-    own = tl.load(buffers + RANK).to(tl.pointer_type(dtype))
-    end = tl.minimum(first + part, width)
+    own = tl.multiple_of(tl.load(buffers + RANK).to(tl.pointer_type(dtype)), 16)
     for start in range(first, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        tl.store(own + place + at, tl.load(shard + row * shard_stride + at, mask=at < end), mask=at < end)
+        tl.store(own + place + (at - first), tl.load(shard + at, mask=at < end), mask=at < end)
     tl.debug_barrier()
     _meet(signals, abort, program, turn, RANK, WORLD, SPINS)
     tl.debug_barrier()
     if RANK == 0:
         for r in tl.static_range(WORLD):
-            theirs = tl.load(buffers + r).to(tl.pointer_type(dtype))
+            theirs = tl.multiple_of(tl.load(buffers + r).to(tl.pointer_type(dtype)), 16)
             for start in range(first, end, BLOCK):
                 at = start + tl.arange(0, BLOCK)
-                value = tl.load(theirs + place + at, mask=at < end, other=0.0, volatile=True).to(tl.float32)
-                tl.store(out + row * (WORLD * width) + r * width + at, value, mask=at < end)
+                value = tl.load(theirs + place + (at - first), mask=at < end, other=0.0, cache_modifier=".cv").to(tl.float32)
+                row = at // width
+                tl.store(out + row.to(tl.int64) * (WORLD * width) + r * width + (at - row * width), value, mask=at < end)
     tl.store(turns + program, turn)
 
 
@@ -232,6 +243,7 @@ def _one_shot_kernel(
     signals,
     turns,
     abort,
+    rows,
     width,
     shared_stride,
     gate_stride,
@@ -239,43 +251,48 @@ def _one_shot_kernel(
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     SHARED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     SPINS: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     here = at < width
-    turn = tl.load(turns + row) + 1
-    place = (turn % 2).to(tl.int64) * CAPACITY + row.to(tl.int64) * width
+    turn = tl.load(turns + program) + 1
+    half = (turn % 2).to(tl.int64) * CAPACITY
     dtype: tl.constexpr = partial.dtype.element_ty
-    own = tl.load(buffers + RANK).to(tl.pointer_type(dtype))
-    tl.store(own + place + at, tl.load(partial + row.to(tl.int64) * width + at, mask=here), mask=here)
+    own = tl.multiple_of(tl.load(buffers + RANK).to(tl.pointer_type(dtype)), 16) + half
+    for row in range(program, rows, PROGRAMS):
+        to = tl.cast(row, tl.int64) * width + at
+        tl.store(own + to, tl.load(partial + to, mask=here), mask=here)
     tl.debug_barrier()
-    _meet(signals, abort, row, turn, RANK, WORLD, SPINS)
+    _meet(signals, abort, program, turn, RANK, WORLD, SPINS)
     tl.debug_barrier()
-    value = tl.zeros((BLOCK,), tl.float32)
-    for r in tl.static_range(WORLD):
-        theirs = tl.load(buffers + r).to(tl.pointer_type(dtype))
-        value += tl.load(theirs + place + at, mask=here, other=0.0, volatile=True).to(tl.float32)
-    # A partial sum is a value of the model's dtype wherever it is summed; the reference rounds it there, too.
-    value = value.to(dtype).to(tl.float32)
-    to = row.to(tl.int64) * width + at
-    if ADD:
-        if SHARED:
-            opened = tl.sigmoid(tl.load(shared_gate + row * gate_stride).to(tl.float32))
-            value += opened * tl.load(shared + row.to(tl.int64) * shared_stride + at, mask=here, other=0.0).to(tl.float32)
-        value += tl.load(x + to, mask=here, other=0.0).to(tl.float32)
-        rounded = value.to(x.dtype.element_ty)
-        tl.store(x + to, rounded, mask=here)
-        value = rounded.to(tl.float32)
-        factor = tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
-            factor += 1.0
-        scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-        tl.store(normed + to, (value * scale * factor).to(normed.dtype.element_ty), mask=here)
-    else:
-        tl.store(total + to, value.to(dtype), mask=here)
-    tl.store(turns + row, turn)
+    for row in range(program, rows, PROGRAMS):
+        to = tl.cast(row, tl.int64) * width + at
+        value = tl.zeros((BLOCK,), tl.float32)
+        for r in tl.static_range(WORLD):
+            theirs = tl.multiple_of(tl.load(buffers + r).to(tl.pointer_type(dtype)), 16) + half
+            value += tl.load(theirs + to, mask=here, other=0.0, cache_modifier=".cv").to(tl.float32)
+        # A sum is a value of the model's dtype wherever it is made: the reference rounds it there, too.
+        value = value.to(dtype).to(tl.float32)
+        if ADD:
+            if SHARED:
+                opened = tl.sigmoid(tl.load(shared_gate + row * gate_stride).to(tl.float32))
+                more = tl.load(shared + tl.cast(row, tl.int64) * shared_stride + at, mask=here, other=0.0)
+                value += opened * more.to(tl.float32)
+            value += tl.load(x + to, mask=here, other=0.0).to(tl.float32)
+            rounded = value.to(x.dtype.element_ty)
+            tl.store(x + to, rounded, mask=here)
+            value = rounded.to(tl.float32)
+            factor = tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
+            if ZERO_CENTERED:
+                factor += 1.0
+            scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+            tl.store(normed + to, (value * scale * factor).to(normed.dtype.element_ty), mask=here)
+        else:
+            tl.store(total + to, value.to(dtype), mask=here)
+    tl.store(turns + program, turn)

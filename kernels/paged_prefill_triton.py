@@ -150,14 +150,15 @@ def _attend(
             keys = tl.load(k_cache + place[:, None] + at[None, :], mask=live[:, None], other=0.0)
         else:
             keys = tl.load(k_cache + place[:, None] + at[None, :])
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         if MASKED:
             seen = live[None, :] & (key[None, :] <= position[:, None])
             if WINDOW > 0:
                 seen &= key[None, :] > position[:, None] - WINDOW
+            # After the scale: a fused multiply and subtract of masked scores would leave their rounding error, which is huge.
             scores = tl.where(seen, scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1) * scale)
-        weight = tl.exp2(scores * scale - higher[:, None])
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weight = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(weight, 1)
         summed = summed * fade[:, None]

@@ -63,6 +63,10 @@ class Model(Protocol):
         """Sizes, layer kinds, caches and limits, as plain data."""
         ...
 
+    def static_decode(self, block_size: int) -> bool:
+        """Whether a decode step takes nothing from the host but its shapes, so that a graph may hold it."""
+        ...
+
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, hidden] input embeddings of the batch's tokens."""
         ...

@@ -92,6 +92,10 @@ class Decoder(nn.Module):
         """Sizes, layer kinds, caches and limits, as plain data."""
         return self._spec
 
+    def static_decode(self, block_size: int) -> bool:
+        """Whether a decode step of this model may be captured in a graph."""
+        return all(self._operators.static(layer.mixer, block_size) for layer in self.layers)
+
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """`[T, hidden]` input embeddings of the batch's tokens."""
         return functional.embedding(batch.token_ids, self.embedding)

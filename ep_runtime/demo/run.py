@@ -61,10 +61,8 @@ def show(port: int, ranks: int, oneshot: bool) -> int:
         print(f"\nQuestion: {QUESTION}\nAnswer:   ", end="", flush=True)
         answered = bool(ask(f"http://127.0.0.1:{port}/v1", QUESTION).strip())
         if not oneshot:
-            print(
-                f"\nServing on http://127.0.0.1:{port}/v1 until Ctrl-C. Ask more: python -m ep_runtime.demo.client 'QUESTION'",
-                flush=True,
-            )
+            print(f"\nServing on http://127.0.0.1:{port}/v1 until Ctrl-C. Ask more, in another terminal:", flush=True)
+            print(f"{sys.executable} -m ep_runtime.demo.client --base-url http://127.0.0.1:{port}/v1 'QUESTION'", flush=True)
             raise DemoFailed(f"the server ended with status {server.wait()}")
     except KeyboardInterrupt:
         answered = True

@@ -6,6 +6,7 @@ and runs it. Everything here follows from the frame and from that table, so equa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +30,8 @@ from protocol.slots import (
     prepare,
     table_digest,
 )
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from model.base import Model
@@ -71,7 +74,9 @@ class Executor:
         self._vocab_size = model.spec().vocab_size
         self._tables: BlockTables | None = None
         self._graphs: DecodeGraphs | None = None
-        if graphs:
+        if graphs and not model.static_decode(limits.block_size):
+            log.warning("this model's decode step cannot be captured: its sizes are not those of the kernels; it runs eagerly")
+        elif graphs:
             self._tables = BlockTables(limits.max_slots, limits.blocks_for(limits.max_length), device)
             self._graphs = DecodeGraphs(
                 model,

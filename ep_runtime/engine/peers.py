@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 import torch
 
-from kernels.one_shot_triton import PeerMemory
+from kernels.one_shot_triton import PROGRAMS, PeerMemory
 
 BUFFER_BYTES = 64 << 20
-MAX_ROWS = 8192
 
 
 class Peers:
@@ -26,8 +25,8 @@ class Peers:
         self._world = world
         self._device = device
         self._buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
-        self._signals = torch.zeros(MAX_ROWS * world, dtype=torch.int32, device=device)
-        self._turns = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+        self._signals = torch.zeros(PROGRAMS * world, dtype=torch.int32, device=device)
+        self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         self._tables = torch.zeros(2, world, dtype=torch.int64, device=device)
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._opened: list[torch.UntypedStorage] = []
@@ -39,7 +38,6 @@ class Peers:
             turns=self._turns,
             abort=self._abort,
             capacity=BUFFER_BYTES // 2 // dtype.itemsize,
-            max_rows=MAX_ROWS,
         )
 
     def connect(self, store: Any, epoch: int) -> None:

@@ -49,8 +49,8 @@ class Prepared:
 class FusedOperators:
     """GPU kernels with tuned configurations. One object serves one model: it owns the counters that its kernels leave at zero.
 
-    With `pdl` (programmatic dependent launch) a kernel of a decode step is set up while the one before it still runs, and waits for its
-    results on the device. Every kernel here lets its successor start only after its own wait, so that order holds along the chain.
+    With `pdl` (programmatic dependent launch) a kernel of a decode step is set up while the one before it still runs, and waits for
+    its results on the device. Every kernel here lets its successor start only after its own wait, so order holds along the chain.
     """
 
     def __init__(self, device: torch.device, tuning: Tuning, *, pdl: bool = True) -> None:
@@ -115,7 +115,7 @@ class FusedOperators:
         """Norms, rotation and cache write in one kernel, then attention of single rows and of pieces."""
         batch, prepared = step.batch, step.prepared
         k_cache, v_cache = step.state.kv(layer.number)
-        if not _attention_fits(layer, k_cache):
+        if not self.static(layer, batch.block_size):
             step.prepared = prepared.torch_tables()
             out = layer.attend(projected, step)
             step.prepared = prepared
@@ -187,7 +187,7 @@ class FusedOperators:
         """One kernel for single rows; convolution, chunks, states and outputs for pieces."""
         batch = step.batch
         conv, h = step.state.recurrent(layer.number, CONV), step.state.recurrent(layer.number, H)
-        if not _delta_fits(layer):
+        if not self.static(layer, batch.block_size):
             return layer.mix(projected, step)
         weights = DeltaWeights(layer.conv, layer.a_log, layer.dt_bias, layer.norm.weight, layer.norm.eps)
         key_heads = layer.shape.key_heads
@@ -196,9 +196,7 @@ class FusedOperators:
         out = torch.empty(projected.shape[0], layer.shape.value_width, dtype=projected.dtype, device=projected.device)
         if batch.single_rows is not None and batch.single_spans is not None and len(batch.single_rows):
             slots = batch.slots.index_select(0, batch.single_spans)
-            delta_decode(
-                projected, conv, h, slots, weights, self._turns, key_heads=key_heads, rows=batch.single_rows, out=out
-            )
+            delta_decode(projected, conv, h, slots, weights, self._turns, key_heads=key_heads, rows=batch.single_rows, out=out)
         if step.prepared.deltas is not None:
             delta_pieces(projected, conv, h, batch.slots, weights, step.prepared.deltas, key_heads=key_heads, out=out)
         return out
@@ -219,6 +217,12 @@ class FusedOperators:
         """One kernel."""
         return silu_mul(gate_up, pdl=self._pdl)
 
+    def static(self, mixer: Attention | GatedDeltaNet, block_size: int) -> bool:
+        """Whether the kernels take the layer's sizes; its decode step is theirs alone then."""
+        if isinstance(mixer, Attention):
+            return _power_of_two(mixer.head_dim) and block_size % 16 == 0
+        return _power_of_two(mixer.shape.key_dim) and _power_of_two(mixer.shape.value_dim)
+
     def _tiles(self, batch: ForwardBatch, prepared: Prepared, group: int, config: PrefillConfig) -> torch.Tensor:
         if group not in prepared.tiles:
             spans = [piece.span for piece in batch.host.pieces]
@@ -238,11 +242,3 @@ class FusedOperators:
 
 def _power_of_two(size: int) -> bool:
     return size >= 16 and size & (size - 1) == 0
-
-
-def _attention_fits(layer: Attention, k_cache: torch.Tensor) -> bool:
-    return _power_of_two(layer.head_dim) and k_cache.shape[1] % 16 == 0
-
-
-def _delta_fits(layer: GatedDeltaNet) -> bool:
-    return _power_of_two(layer.shape.key_dim) and _power_of_two(layer.shape.value_dim)

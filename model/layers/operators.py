@@ -66,6 +66,10 @@ class Operators(Protocol):
         """`silu(gate) * up` of a fused projection."""
         ...
 
+    def static(self, mixer: Attention | GatedDeltaNet, block_size: int) -> bool:
+        """Whether a layer's decode step reads nothing from `batch.host` but its shapes, so that a graph may hold it."""
+        ...
+
 
 class TorchOperators:
     """The specification, in torch, on any device."""
@@ -102,3 +106,7 @@ class TorchOperators:
     def mlp(self, layer: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
         """SiLU of the first half times the second."""
         return layer.activate(gate_up)
+
+    def static(self, mixer: Attention | GatedDeltaNet, block_size: int) -> bool:
+        """The torch forms take lengths from the host."""
+        return False

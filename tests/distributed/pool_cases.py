@@ -71,10 +71,14 @@ def die(context: RankContext, how: str) -> str:
     return "alive"
 
 
-def hang_here_forever(context: RankContext, rank: int) -> str:
+def hang_here_forever(context: RankContext, rank: int) -> None:
+    """The other ranks fail once this one is here."""
+    store = context.store()
     if context.rank == rank:
+        store.set("here", "")
         threading.Event().wait()
-    return "done"
+    store.wait(["here"])
+    raise ValueError("does not wait")
 
 
 def hang_in_collective(context: RankContext) -> None:

@@ -200,7 +200,7 @@ def test_a_connection_that_is_not_read_is_ended(make_stack: MakeStack) -> None:
     stack.server.wait_line("out", "ready")
     stack.output = stack.tokenizer.encode(TEXT * 200, False)
     sock = open_request(stack, stream=True, logprobs=True, top_logprobs=20, ignore_eos=True, max_tokens=90_000)
-    engine.aborted(engine.submits(1)[0].request_id, timeout=60)
+    engine.aborted(engine.submits(1)[0].request_id)
     port = sock.getsockname()[1]
 
     def peers() -> set[int]:

@@ -52,9 +52,9 @@ class DemoServer:
         """The processes that torchrun started, by rank."""
         return sorted(psutil.Process(self.torchrun.pid).children(), key=lambda process: int(process.environ()["RANK"]))
 
-    def head_engine(self) -> psutil.Process:
-        """The engine below rank 0."""
-        below = self.ranks()[0].children(recursive=True)
+    def engine(self, rank: int) -> psutil.Process:
+        """The engine below this rank."""
+        below = self.ranks()[rank].children(recursive=True)
         return next(process for process in below if "ep_runtime.engine.main" in process.cmdline())
 
     def close(self) -> None:

@@ -137,25 +137,25 @@ class FakeEngine:
         """End a running sequence with this terminal update."""
         self._command(("fail", update))
 
-    def wait_for(self, find: Callable[[list[ToEngine]], T | None], timeout: float = 20) -> T:
+    def wait_for(self, find: Callable[[list[ToEngine]], T | None], timeout: float = 60) -> T:
         """The first result of `find(received)` that is not None."""
         with self._seen:
             found = self._seen.wait_for(lambda: find(self.received), timeout)
             assert found is not None, f"not seen within {timeout} s; received {self.received}"
             return found
 
-    def submits(self, count: int, timeout: float = 20) -> list[Submit]:
+    def submits(self, count: int) -> list[Submit]:
         """The first `count` submissions."""
 
         def find(messages: list[ToEngine]) -> list[Submit] | None:
             submits = [message for message in messages if isinstance(message, Submit)]
             return submits[:count] if len(submits) >= count else None
 
-        return self.wait_for(find, timeout)
+        return self.wait_for(find)
 
-    def aborted(self, request_id: str, timeout: float = 20) -> None:
+    def aborted(self, request_id: str) -> None:
         """Wait until the frontend has aborted this sequence."""
-        self.wait_for(lambda ms: True if any(isinstance(m, Abort) and request_id in m.request_ids for m in ms) else None, timeout)
+        self.wait_for(lambda ms: True if any(isinstance(m, Abort) and request_id in m.request_ids for m in ms) else None)
 
     def clear(self) -> None:
         """Forget what was received."""

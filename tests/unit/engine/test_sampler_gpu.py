@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +36,18 @@ def test_hash_bits_are_the_same_on_both_devices() -> None:
     assert torch.equal(on_gpu.cpu(), hash_bits(token_words(VOCAB, "cpu"), keys))
 
 
+@contextmanager
+def nothing_may_synchronise() -> Iterator[None]:
+    """Raise on a call that waits for the device. torch warns, on entering, that the mode is a prototype."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_gpu_tokens_are_the_cpu_tokens_and_nothing_synchronises() -> None:
     slots = list(range(24))
     samplers = {device: Sampler(VOCAB, 24, device, (3,)) for device in ("cpu", "cuda")}
@@ -45,11 +61,8 @@ def test_gpu_tokens_are_the_cpu_tokens_and_nothing_synchronises() -> None:
         logits = torch.from_numpy(generator.normal(0, 3, (24, VOCAB)).astype(np.float32))
         on_gpu = logits.cuda()
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_may_synchronise():
             moved = samplers["cuda"].sample(on_gpu, slots, [step] * 24, masks).to_host_async()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         got, expected = unpack(moved), unpack(samplers["cpu"].sample(logits, slots, [step] * 24, masks))
         for mine, reference in zip(got, expected, strict=True):

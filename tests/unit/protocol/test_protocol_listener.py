@@ -175,10 +175,13 @@ def test_strangers_do_not_hold_the_door():
     assert any("checksum" in line for line in refused)
 
 
-def test_a_missing_worker_is_named_at_the_deadline():
+def test_a_missing_worker_is_named_at_the_deadline(monkeypatch):
+    late = [0.0]
+    monkeypatch.setattr("protocol.channel.monotonic", lambda: monotonic() + late[0])
     with Listener() as listener, ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept, listener, 4, deadline=soon(0.3))
+        accepted = pool.submit(accept, listener, 4, deadline=soon(LONG))
         worker = connect(listener.address, 2)
+        late[0] = LONG
         with pytest.raises(EpDeadline, match="rank 1, 3 to connect for epoch 5"):
             accepted.result(LONG)
         worker.close()

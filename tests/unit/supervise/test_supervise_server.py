@@ -172,9 +172,9 @@ def test_an_engine_that_ignores_everything_is_killed_in_time(serve):
 
 
 def test_a_load_that_takes_too_long_names_its_rank(serve):
-    server = serve(2, "--load-timeout=1", variables={"FAKE_ENGINE_1": "load hangs"})
+    server = serve(2, "--load-timeout=3", variables={"FAKE_ENGINE_1": "load hangs"})
     assert server.statuses()[0] == 1
-    assert "ep-runtime failed: load: nothing from rank 1 after 1 s" in server.output
+    assert "ep-runtime failed: load: nothing from rank 1 after 3 s" in server.output
 
 
 @pytest.mark.parametrize("rank", [0, 1])

