@@ -49,7 +49,9 @@ class RuntimeConfig(BaseModel):
     max_request_bytes: int = Field(4 * 2**20, ge=1024, description="largest HTTP request body in bytes")
 
     # How it runs
-    forward_mode: Literal["reference", "eager", "graph"] | None = Field(None, description="how a forward runs; None: graph on GPU, eager on CPU")
+    forward_mode: Literal["reference", "eager", "graph"] | None = Field(
+        None, description="how a forward runs; None: graph on GPU, eager on CPU"
+    )
     attention_layout: str = Field("replicated", description="where attention is computed: 'replicated' on every rank")
     protocol: int = Field(2, ge=1, le=2, description="version of the command protocol; 1 is the one-sequence dialect")
     enable_prefix_caching: bool = Field(False, description="reuse the blocks of common prompt beginnings")

@@ -94,7 +94,8 @@ class Decoder(nn.Module):
 
     def static_decode(self, block_size: int) -> bool:
         """Whether a decode step of this model may be captured in a graph."""
-        return all(self._operators.static(layer.mixer, block_size) for layer in self.layers)
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        return all(self._operators.static(mixer, block_size) for mixer in mixers)
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """`[T, hidden]` input embeddings of the batch's tokens."""
