@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from ep_runtime.engine.host_memory import HostMemory
+
 if TYPE_CHECKING:
     from ep_runtime.engine.peers import Peers
     from kernels.one_shot_triton import PeerMemory
@@ -42,6 +44,7 @@ class GroupCommunicator:
         self.launched = 0
         self.peers: PeerMemory | None = None
         self._shared: list[Peers] = []
+        self._host: HostMemory | None = None
         self._group = group
         self._device = device
         self._check = check
@@ -50,11 +53,15 @@ class GroupCommunicator:
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum of all ranks' `partial`, in rank order, in `partial`'s dtype."""
         self.launched += 1
-        parts = self._gather(partial)
-        total = parts[0].float() if partial.dtype != torch.float32 else parts[0]
-        for part in parts[1:]:
+        first, *others = self._gather(partial)
+        total = first.to(torch.float32, copy=True)
+        for part in others:
             total += part
         return total.to(partial.dtype)
+
+    def join_host(self, store: Any, epoch: int) -> None:
+        """Share memory with the other ranks of this host, so that small tensors need no sockets. Every rank calls it."""
+        self._host = HostMemory(store, epoch=epoch, rank=self.rank, world=self.world, check=self._check)
 
     def join_peers(self, store: Any, epoch: int, dtype: torch.dtype) -> None:
         """Show this rank's memory to the other GPUs of the host, and see theirs. Every rank calls it."""
@@ -78,6 +85,9 @@ class GroupCommunicator:
         if self._device.type == "cuda":
             parts = self._gather(shard)
             return parts if self.rank == 0 else None
+        if self._host is not None and self._host.fits(shard):
+            parts = self._host.exchange(shard)
+            return parts if self.rank == 0 else None
         shard = shard.contiguous()
         parts = [torch.empty_like(shard) for _ in range(self.world)] if self.rank == 0 else []
         self._wait(self._group.gather(parts, shard, 0))
@@ -86,6 +96,11 @@ class GroupCommunicator:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's contiguous `tensor` overwrites every rank's."""
         self.launched += 1
+        if self._host is not None and self._host.fits(tensor):
+            parts = self._host.exchange(tensor)
+            if self.rank != 0:
+                tensor.copy_(parts[0])
+            return
         self._wait(self._group.broadcast(tensor, 0))
 
     def close(self) -> None:
@@ -96,7 +111,7 @@ class GroupCommunicator:
         """
         for peers in self._shared:
             peers.abort()
-        self.peers, self._shared = None, []
+        self.peers, self._shared, self._host = None, [], None
         group, self._group = self._group, None
         if self._pending is not None:
             threading.Thread(target=_outlive, args=(group, self._pending), name="parked group", daemon=True).start()
@@ -117,6 +132,8 @@ class GroupCommunicator:
             out = torch.empty((self.world, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
             self._wait(self._group._allgather_base(out, tensor))
             return list(out.unbind(0))
+        if self._host is not None and self._host.fits(tensor):
+            return self._host.exchange(tensor)
         parts = [torch.empty_like(tensor) for _ in range(self.world)]
         self._wait(self._group.allgather([parts], [tensor]))
         return parts

@@ -18,6 +18,7 @@ from importlib.metadata import version
 import msgspec
 import torch
 
+from ep_runtime.engine import host_memory
 from ep_runtime.engine.broadcast import Broadcaster
 from ep_runtime.engine.comm import connect_store, form_group
 from ep_runtime.engine.executor import EpochCommunicator, Executor
@@ -204,6 +205,8 @@ def _communicator(rank: RankModel, place: EpochPlace, check: Callable[[], None])
     )
     if rank.device.type == "cuda" and rank.config.forward_mode != "reference" and place.one_host:
         group.join_peers(store, place.epoch, rank.dtype)
+    if rank.device.type == "cpu" and place.one_host and host_memory.available():
+        group.join_host(store, place.epoch)
     return group
 
 

@@ -1,0 +1,40 @@
+"""Collectives over sockets and over shared memory: right values, rank order, and the same bits on every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.comm_cases import LARGE, part
+from tests.support.ranks import RankPool
+
+CASES = "tests.distributed.comm_cases:"
+SHAPES = [[1, 7], [0, 7], [64, 40], [3], [LARGE], [1, 7], [2, 3, 4]]
+SHARED = pytest.mark.parametrize("shared", [False, True], ids=["sockets", "shared"])
+
+
+@SHARED
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_are_in_rank_order_with_the_same_bits_everywhere(ranks: RankPool, world: int, shared: bool, dtype: str) -> None:
+    found = ranks.run(world, CASES + "sums", shared=shared, shapes=SHAPES, dtype=dtype)
+    for call, shape in enumerate(SHAPES):
+        expected = np.zeros(shape, dtype=np.float32)
+        for rank in range(world):
+            expected = expected + part(rank, call, tuple(shape), getattr(torch, dtype)).float().numpy()
+        rounded = torch.from_numpy(expected).to(getattr(torch, dtype)).float().numpy()
+        for sums in found:
+            np.testing.assert_array_equal(sums[call], rounded)
+
+
+@SHARED
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathers_and_broadcasts_in_turn(ranks: RankPool, world: int, shared: bool) -> None:
+    rounds = 40
+    found = ranks.run(world, CASES + "shows", shared=shared, rounds=rounds)
+    for call in range(rounds):
+        for rank, piece in enumerate(found[0]["gathered"][call]):
+            np.testing.assert_array_equal(piece, part(rank, call, (3, 1 + call % 5), torch.float32).numpy())
+        for seen in found:
+            np.testing.assert_array_equal(seen["told"][call], np.arange(call % 7) + 100 * call)
