@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from ep_runtime.config import Facts, RuntimeConfig, localise, resolve
+import torch
+
+from ep_runtime.config import RuntimeConfig, localise, resolve
 from ep_runtime.engine.comm import connect_store, open_store
 from ep_runtime.engine.epoch import EpochPlace, open_head, open_worker
 from ep_runtime.engine.head import Head
@@ -35,6 +37,7 @@ from ep_runtime.frontend.text.detokenizer import IncrementalDetokenizer
 from ep_runtime.frontend.text.stops import StopMatcher
 from ep_runtime.frontend.text.tokenizer import Tokenizer
 from ep_runtime.scheduler.scheduler import Scheduler
+from ep_runtime.supervise.place import Place, read_facts, read_place
 from model.parallel import Parallel
 from protocol import messages
 from protocol.listener import Listener
@@ -116,10 +119,9 @@ class LLM:
     """A loaded model: `LLM(folder).generate(prompts, params)`. Keyword arguments are fields of `RuntimeConfig`."""
 
     def __init__(self, model: str, **settings: Any) -> None:
-        import torch
-
-        place = _Place.from_environment()
-        facts = Facts(gpus=torch.cuda.device_count(), cores=os.cpu_count() or 1, world=place.world, local_world=place.local_world)
+        place = read_place(os.environ)
+        # torch is in this process anyway, and knows better than the device nodes what it can use.
+        facts = read_facts(place, os.environ).model_copy(update={"gpus": torch.cuda.device_count()})
         config = resolve(RuntimeConfig(model=model, **settings), facts)
         config = localise(config, model=model, cores=facts.cores, local_world=place.local_world, token=None)
         device = pick_device(config.device, place.local_rank)
@@ -305,37 +307,12 @@ def _close_at_exit(llm: LLM) -> Callable[[], None]:
     return close
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """What torchrun says of this process; a world of one without it."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    host: str
-    port: int
-
-    @classmethod
-    def from_environment(cls) -> Self:
-        env = os.environ
-        world = int(env.get("WORLD_SIZE", "1"))
-        return cls(
-            rank=int(env.get("RANK", "0")),
-            world=world,
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-            local_world=int(env.get("LOCAL_WORLD_SIZE", str(world))),
-            host=env.get("MASTER_ADDR", "127.0.0.1"),
-            port=int(env.get("MASTER_PORT", "0")),
-        )
-
-
-def _meet(place: _Place, config: RuntimeConfig) -> tuple[Listener | None, EpochPlace, object]:
+def _meet(place: Place, config: RuntimeConfig) -> tuple[Listener | None, EpochPlace, object]:
     """Find the other ranks through torchrun's own store: rank 0 opens links and a store and publishes their addresses there."""
     if place.world == 1:
         return None, EpochPlace(epoch=0, world=1, store="", links="", token=""), None
-    meeting = connect_store(f"{place.host}:{place.port}", place.world, config.rendezvous_timeout)
-    key = f"ep_runtime/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    meeting = connect_store(f"{place.master_addr}:{place.master_port}", place.world, config.rendezvous_timeout)
+    key = f"ep_runtime/{place.attempt}"
     local = place.world == place.local_world
     host = "127.0.0.1" if local else socket.gethostbyname(socket.gethostname())
     if place.rank == 0:

@@ -13,7 +13,7 @@ normalised in the same launch. Peers' rows are read past all caches (`.cv`), whi
 
 Two halves suffice: a rank writes half n % 2 again in program p's call n + 2, which it enters only after every peer has told it of
 p's call n + 1, and a peer tells of n + 1 only after its call n has ended. What program p writes lies where only program p ever
-writes, in every call. Addresses come from device tables, so that graphs outlive an epoch.
+writes, in every call. Addresses come from device tables, so that graphs can outlive an epoch.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

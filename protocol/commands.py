@@ -143,7 +143,7 @@ class Copy(Body, frozen=True):
 
 
 class Warm(Body, frozen=True):
-    """Compile, connect and capture for these batch buckets (rows); has its own deadline."""
+    """Compile, connect and capture for these batch buckets (rows)."""
 
     cmd: ClassVar[Cmd] = Cmd.WARM
     voted: ClassVar[bool] = True

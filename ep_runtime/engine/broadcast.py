@@ -52,7 +52,6 @@ class Broadcaster:
         tokens: Sequence[int] = (),
         choose: Choose | None = None,
         flags: int = 0,
-        deadline_s: float | None = None,
     ) -> None:
         """Run one command on all ranks; returns when each has launched it.
 
@@ -62,7 +61,7 @@ class Broadcaster:
         """
         array = np.asarray(tokens, dtype=np.int32)
         data = encode(command, seq_id, array, epoch=self._epoch, step=self.step, version=self._version, flags=flags)
-        deadline = time.monotonic() + (deadline_s or self._deadline_s)
+        deadline = time.monotonic() + self._deadline_s
         self._links.send(data, deadline)
         step, self.step = self.step, self.step + 1
         if isinstance(command, Shutdown):

@@ -21,15 +21,17 @@ if TYPE_CHECKING:
     from ep_runtime.engine.peers import Peers
     from kernels.one_shot_triton import PeerMemory
 
-# torch's type stubs leave out stores and _torch.
+# torch's type stubs leave out stores and process groups.
 _torch: Any = distributed
-
 
 WAIT_SLICE = datetime.timedelta(milliseconds=20)
 
 
 class GroupCommunicator:
     """Collectives over Gloo (CPU tensors) or NCCL (CUDA tensors); see `model.base.Communicator` for the contract.
+
+    What fits goes through memory that the ranks of one host share, once they have joined it: `join_host` on the CPU, `join_peers`
+    on GPUs. Whether it fits follows from its shape and dtype alone.
 
     Sums gather every rank's partial and add them in rank order in float32: the same bits on all ranks, and for a row the same bits
     whatever else is in the batch, which a ring reduction does not give.
@@ -129,6 +131,8 @@ class GroupCommunicator:
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         tensor = tensor.contiguous()
         if self._device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a graph holds no NCCL, and this does not go through peer memory")
             out = torch.empty((self.world, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
             self._wait(self._group._allgather_base(out, tensor))
             return list(out.unbind(0))

@@ -117,7 +117,7 @@ class Executor:
             case Warm():
                 self._warm(command)
             case _:
-                pass
+                pass  # the others move the table alone, or nothing
 
     def close(self) -> None:
         """Leave the communicator and drop the graphs."""
@@ -199,8 +199,9 @@ class Executor:
 
     def _warm(self, command: Warm) -> None:
         """Connect the communicator before the first request needs it, and capture decode steps where they are to be graphs."""
-        if command.buckets:
-            self.comm.broadcast(torch.zeros(max(command.buckets), dtype=torch.int64, device=self._device))
+        if not command.buckets:
+            return
+        self.comm.broadcast(torch.zeros(max(command.buckets), dtype=torch.int64, device=self._device))
         if self._graphs is not None:
             self._graphs.capture(command.buckets)
 

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one graph for each bucket of rows, from the token ids to the logits.
 
 WARM, a command like any other, captures them on every rank, so that the collectives of the warm-up pair. A graph holds no NCCL:
-its reductions go through peer memory, whose addresses are in device tables. Rows past the batch are idle: slot -1, length 0, no
-place.
+its reductions go through peer memory, whose addresses are in device tables. A bucket is used only where every rank has captured it:
+replayed on one rank and run eagerly on another, a step would launch different collectives. Rows past the batch are idle: slot -1,
+length 0, no place.
 """
 
 from __future__ import annotations
@@ -63,15 +64,15 @@ class DecodeGraphs:
         self._pool: Any = None
 
     def capture(self, buckets: Sequence[int]) -> None:
-        """Capture every bucket, largest first, so that the smaller ones share its memory.
+        """Capture every bucket, largest first, so that the smaller ones share its memory. Every rank calls it.
 
-        A bucket whose capture fails is left out, and its steps run eagerly: a failed capture has launched nothing.
+        A bucket whose capture fails on any rank is left out on all: its steps take a larger one, or run eagerly. A failed capture
+        has launched nothing.
         """
         self._pool = torch.cuda.graph_pool_handle()
-        for rows in sorted(set(buckets), reverse=True):
-            step = self._capture(rows)
-            if step is not None:
-                self._steps.insert(0, step)
+        steps = [self._capture(rows) for rows in sorted(set(buckets), reverse=True)]
+        common = captured_everywhere([step is not None for step in steps], self._comm, self._last_tokens.device)
+        self._steps = [step for step, kept in zip(reversed(steps), reversed(common), strict=True) if step is not None and kept]
 
     def bucket(self, rows: int) -> CapturedStep | None:
         """The smallest captured step with at least `rows` rows."""
@@ -108,7 +109,7 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._forward(inputs)
         except (RuntimeError, ValueError) as error:
-            log.warning("a decode step of %d rows cannot be captured and runs eagerly: %s", rows, error)
+            log.warning("a decode step of %d rows cannot be captured: %s", rows, error)
             return None
         finally:
             collectives, self._comm.launched = self._comm.launched - launched, launched
@@ -141,3 +142,9 @@ class DecodeGraphs:
             block_size=self._block_size,
         )
         return self._model.forward(batch, self._state, self._comm).logits
+
+
+def captured_everywhere(captured: Sequence[bool], comm: Communicator, device: torch.device) -> list[bool]:
+    """For each capture, whether it succeeded on all ranks. One collective, whatever happened here."""
+    counts = comm.reduce(torch.tensor(captured, dtype=torch.float32, device=device))
+    return [count == comm.world for count in counts.tolist()]

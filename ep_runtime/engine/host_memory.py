@@ -9,6 +9,7 @@ Counters follow the data in memory only where stores stay in order, so this is f
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import platform
@@ -21,7 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
+log = logging.getLogger(__name__)
+
 HALF_BYTES = 8 << 20
+"""Of one rank's half; larger tensors go through sockets."""
+
 COUNTER_BYTES = 64
 """A cache line each, so that waiting for one rank does not slow another's counter down."""
 
@@ -89,22 +94,49 @@ class HostMemory:
 
 
 def _share(store: Any, name: str, rank: int, world: int, size: int) -> mmap.mmap:
-    """The same zeroed memory on every rank. Its file has no name any more when this returns on rank 0."""
-    if rank == 0:
-        folder = Path("/dev/shm")
-        descriptor, path = tempfile.mkstemp(prefix="ep_runtime-", dir=folder if folder.is_dir() else None)
-        os.ftruncate(descriptor, size)
-        store.set(name, path)
-    else:
-        path = store.get(name).decode()
-        descriptor = os.open(path, os.O_RDWR)
+    """The same zeroed memory on every rank. Its file has no name any more when this ends on rank 0, by an error too."""
+    if rank != 0:
+        memory = _map(os.open(store.get(name).decode(), os.O_RDWR), size)
+        store.set(f"{name}-opened-{rank}", b"1")
+        return memory
+    descriptor, path = _reserve(size)
     try:
-        memory = mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
-    store.set(f"{name}-opened-{rank}", b"1")
-    if rank == 0:
-        for other in range(world):
+        memory = _map(descriptor, size)
+        store.set(name, path)
+        for other in range(1, world):
             store.get(f"{name}-opened-{other}")
+    finally:
         os.unlink(path)
     return memory
+
+
+def _reserve(size: int) -> tuple[int, str]:
+    """A new file of `size` zero bytes: in /dev/shm, or where that has no room (64 MiB in a container), in the temporary folder.
+
+    The bytes are taken at once: touching a page that the file system cannot give would kill the process.
+    """
+    shared = Path("/dev/shm")
+    try:
+        return _new_file(shared if shared.is_dir() else None, size)
+    except OSError as error:
+        log.warning("no %d bytes of shared memory in %s: %s", size, shared, error)
+        return _new_file(None, size)
+
+
+def _new_file(folder: Path | None, size: int) -> tuple[int, str]:
+    descriptor, path = tempfile.mkstemp(prefix="ep_runtime-", dir=folder)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.close(descriptor)
+        os.unlink(path)
+        raise
+    return descriptor, path
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    """The file's memory; the descriptor is closed."""
+    try:
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)

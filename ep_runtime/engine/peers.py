@@ -1,7 +1,7 @@
 """Memory that the GPUs of one host show each other, for the reductions of `kernels.one_shot_triton`.
 
-Each rank allocates a buffer and signals, and sends CUDA IPC handles to the others through the epoch's store. A new epoch clears the
-counters and rewrites the device tables, in place, so that captured graphs stay valid.
+Each rank allocates a buffer and signals, and sends CUDA IPC handles to the others through the epoch's store. `connect` clears the
+counters and fills the device tables in place, so that graphs that read them stay valid when it is called again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 
 from kernels.one_shot_triton import PROGRAMS, PeerMemory
 
-BUFFER_BYTES = 64 << 20
+BUFFER_BYTES = {"sums": 64 << 20, "logits": 128 << 20}
+"""By use. Logits: 256 rows of a two-rank shard of a vocabulary of 150,000 in bfloat16, twice."""
 
 
 class Peers:
@@ -24,7 +25,7 @@ class Peers:
         self._use = use
         self._world = world
         self._device = device
-        self._buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
+        self._buffer = torch.zeros(BUFFER_BYTES[use], dtype=torch.uint8, device=device)
         self._signals = torch.zeros(PROGRAMS * world, dtype=torch.int32, device=device)
         self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         self._tables = torch.zeros(2, world, dtype=torch.int64, device=device)
@@ -37,7 +38,7 @@ class Peers:
             signals=self._tables[1],
             turns=self._turns,
             abort=self._abort,
-            capacity=BUFFER_BYTES // 2 // dtype.itemsize,
+            capacity=BUFFER_BYTES[use] // 2 // dtype.itemsize,
         )
 
     def connect(self, store: Any, epoch: int) -> None:
@@ -64,10 +65,6 @@ class Peers:
     def abort(self) -> None:
         """End every wait of this rank's kernels, now and from now on, until the next `connect`."""
         self._abort.fill_(1)
-
-    def close(self) -> None:
-        """Unmap the peers' memory."""
-        self._opened = []
 
     def _open(self, store: Any, epoch: int, rank: int, kind: int) -> int:
         handle = msgspec.msgpack.decode(store.get(f"peers-{self._use}-{epoch}-{rank}"))[kind]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from protocol.commands import Span
-from protocol.messages import SamplingParams, SequenceUpdate
+from protocol.messages import SamplingParams
 
 NEVER = sys.maxsize
 """A step number or position that is never reached."""
@@ -144,11 +144,6 @@ class Plan:
     tokens: tuple[int, ...]
     owners: tuple[str, ...]
 
-    @property
-    def has_prompt(self) -> bool:
-        """True when some span is longer than a decode row or is not fed."""
-        return any(not span.fed for span in self.spans)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpanResult:
@@ -192,6 +187,3 @@ class SchedulerStats:
     prompt_tokens: int
     generated_tokens: int
     cached_tokens: int
-
-
-Update = SequenceUpdate

@@ -27,10 +27,15 @@ class Place:
     master_port: int = 29500
     job: str = ""
     """Names this job among others of the same user on this host; empty without a launcher."""
+    attempt: str = "0"
+    """Which start of the job this is: torchrun's store outlives the ranks that it starts again."""
 
 
 def read_place(environ: Mapping[str, str]) -> Place:
-    """The place from RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; raises `PlaceError`."""
+    """The place from RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and what torchrun says of its run.
+
+    Raises `PlaceError`.
+    """
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return Place()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -50,6 +55,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=values["MASTER_PORT"],
         job=f"{environ.get('TORCHELASTIC_RUN_ID', '')}-{values['MASTER_PORT']}",
+        attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
 
 

@@ -113,13 +113,13 @@ class FusedOperators:
 
     def attention(self, layer: Attention, projected: torch.Tensor, step: Step) -> torch.Tensor:
         """Norms, rotation and cache write in one kernel, then attention of single rows and of pieces."""
-        batch, prepared = step.batch, step.prepared
-        k_cache, v_cache = step.state.kv(layer.number)
-        if not self.static(layer, batch.block_size):
+        prepared = step.prepared
+        if not self.static(layer, step.batch.block_size):
             step.prepared = prepared.torch_tables()
             out = layer.attend(projected, step)
             step.prepared = prepared
             return out
+        k_cache, v_cache = step.state.kv(layer.number)
         q = attention_inputs(
             projected,
             prepared.cos,
@@ -135,6 +135,12 @@ class FusedOperators:
             pdl=self._pdl,
         )
         gate = projected[:, layer.width + 2 * layer.kv_width :] if layer.gated else None
+        return self._attend(layer, q, gate, step)
+
+    def _attend(self, layer: Attention, q: torch.Tensor, gate: torch.Tensor | None, step: Step) -> torch.Tensor:
+        """Queries `[T, heads, head_dim]` over the cache: single rows by one kernel, pieces by another."""
+        batch = step.batch
+        k_cache, v_cache = step.state.kv(layer.number)
         tables, lens, window = batch.block_tables, batch.seq_lens, layer.window
         if batch.decode_only:
             return paged_decode(
@@ -167,7 +173,7 @@ class FusedOperators:
             )
         if batch.host.pieces:
             config = default_prefill_config(layer.head_dim, q.dtype)
-            tiles = self._tiles(batch, prepared, layer.heads // layer.kv_heads, config)
+            tiles = self._tiles(batch, step.prepared, layer.heads // layer.kv_heads, config)
             paged_prefill(
                 q,
                 k_cache,
