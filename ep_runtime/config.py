@@ -81,6 +81,7 @@ class RuntimeConfig(BaseModel):
     # Deadlines
     rendezvous_timeout: Seconds = Field(300, description="seconds until every rank has joined")
     handshake_timeout: Seconds = Field(60, description="seconds for the ranks of an epoch to connect and compare themselves")
+    warm_timeout: Seconds = Field(300, description="seconds for warm-up: kernels compile and decode steps are captured")
     load_timeout: Seconds = Field(3600, description="seconds for loading weights")
     command_timeout: Seconds = Field(120, description="seconds for every rank to acknowledge a command")
     drain_timeout: float = Field(15, ge=0, le=18, description="seconds that running requests get to finish after SIGTERM")

@@ -152,7 +152,7 @@ class LLM:
             epoch=0,
             digest_interval=config.digest_interval,
         )
-        self.head.warm(warm_buckets(rank))
+        self.head.warm(warm_buckets(rank), config.warm_timeout)
         self._collectors: dict[str, _Collector] = {}
         self._closed = self._broken = False
         self._at_exit = _close_at_exit(self)

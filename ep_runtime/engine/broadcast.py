@@ -52,8 +52,9 @@ class Broadcaster:
         tokens: Sequence[int] = (),
         choose: Choose | None = None,
         flags: int = 0,
+        deadline_s: float | None = None,
     ) -> None:
-        """Run one command on all ranks; returns when each has launched it.
+        """Run one command on all ranks; returns when each has launched it. `deadline_s` is for commands with their own.
 
         Raises:
             EpCommandFailed: it failed alike on every rank, was voted down before anything changed, or could not be sent at all.
@@ -61,7 +62,7 @@ class Broadcaster:
         """
         array = np.asarray(tokens, dtype=np.int32)
         data = encode(command, seq_id, array, epoch=self._epoch, step=self.step, version=self._version, flags=flags)
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
         self._links.send(data, deadline)
         step, self.step = self.step, self.step + 1
         if isinstance(command, Shutdown):

@@ -200,7 +200,7 @@ def _communicator(rank: RankModel, place: EpochPlace, check: Callable[[], None])
         world=place.world,
         device=rank.device,
         host=place.host,
-        timeout_s=rank.config.command_timeout,
+        timeout_s=max(rank.config.command_timeout, rank.config.warm_timeout),
         check=check,
     )
     if rank.device.type == "cuda" and rank.config.forward_mode != "reference" and place.one_host:

@@ -79,9 +79,9 @@ class Head:
         self._sampling_slots: set[int] = set()
         self._leaving = False
 
-    def warm(self, buckets: list[int]) -> None:
-        """Have every rank connect, compile and capture before the first request."""
-        self._broadcaster.run(Warm(buckets=buckets), BATCH)
+    def warm(self, buckets: list[int], deadline_s: float) -> None:
+        """Have every rank connect, compile and capture before the first request, within `deadline_s` seconds."""
+        self._broadcaster.run(Warm(buckets=buckets), BATCH, deadline_s=deadline_s)
 
     def run(self, stopping: Callable[[], bool], grace_left: Callable[[], float]) -> None:
         """Serve until `stopping()`; finish what runs while `grace_left()` seconds last; then `shutdown`."""

@@ -155,7 +155,7 @@ class Engine:
             check_epoch=self._check_epoch,
             announce=lambda: port.publish(ready),
         )
-        head.warm(warm_buckets(rank))
+        head.warm(warm_buckets(rank), rank.config.warm_timeout)
         collect_garbage_once()
         self._control.send(Ready(place.epoch, 0), SEND_TIMEOUT_S)
         head.run(self._stopping, self._grace_left)

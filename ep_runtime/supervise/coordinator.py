@@ -72,6 +72,7 @@ class Coordinator:
                 rendezvous=config.rendezvous_timeout,
                 load=config.load_timeout,
                 handshake=config.handshake_timeout,
+                warm=config.warm_timeout,
                 drain=config.drain_timeout,
             ),
         )

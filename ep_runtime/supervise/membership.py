@@ -154,6 +154,7 @@ class Deadlines:
     rendezvous: float
     load: float
     handshake: float
+    warm: float
     drain: float
 
 
@@ -252,7 +253,10 @@ class Membership:
 
     def _opened(self, opened: EpochOpened) -> list[Action]:
         begin = BeginEpoch(epoch=self.epoch, world=self.world, store=opened.store, links=opened.links)
-        return [*self._enter(Phase.FORMING, self.deadlines.handshake), *(Send(rank, begin) for rank in range(self.world))]
+        return [
+            *self._enter(Phase.FORMING, self.deadlines.handshake + self.deadlines.warm),
+            *(Send(rank, begin) for rank in range(self.world)),
+        ]
 
     def _ready(self, rank: int) -> list[Action]:
         if not self._arrived(rank):
@@ -305,6 +309,8 @@ class Membership:
                 return self.deadlines.rendezvous
             case Phase.LOADING:
                 return self.deadlines.load
+            case Phase.FORMING:
+                return self.deadlines.handshake + self.deadlines.warm
             case _:
                 return self.deadlines.handshake
 

@@ -103,7 +103,7 @@ class Driver:
             digest_interval=digest_interval,
             read_when_ready=not lookahead,
         )
-        self.head.warm(warm_buckets(rank))
+        self.head.warm(warm_buckets(rank), rank.config.warm_timeout)
 
     def send(self, message: ToEngine) -> None:
         """Hand the head a message; it is read on the next turn."""

@@ -22,7 +22,7 @@ from ep_runtime.supervise.membership import (
 )
 from protocol.messages import BeginEpoch, EpochOpened, Join, Loaded, OpenEpoch, Progress, Ready, Report, Stop
 
-DEADLINES = Deadlines(rendezvous=300, load=3600, handshake=60, drain=15)
+DEADLINES = Deadlines(rendezvous=300, load=3600, handshake=60, warm=300, drain=15)
 OPENED = EpochOpened(epoch=1, store="host:1", links="unix:/x")
 
 
@@ -57,7 +57,7 @@ def test_the_ordered_start_sends_each_message_once_and_in_order():
     assert state.handle(Received(0, Loaded(rank=0))) == []
     assert state.handle(Received(1, Loaded(rank=1))) == [SetDeadline(60), Send(0, OpenEpoch(epoch=1, world=2))]
     begin = BeginEpoch(epoch=1, world=2, store="host:1", links="unix:/x")
-    assert state.handle(Received(0, OPENED)) == [SetDeadline(60), Send(0, begin), Send(1, begin)]
+    assert state.handle(Received(0, OPENED)) == [SetDeadline(360), Send(0, begin), Send(1, begin)]
     assert state.handle(Received(1, Ready(epoch=1, rank=1))) == []
     assert state.handle(Received(0, Ready(epoch=1, rank=0))) == [SetDeadline(None), Announce("epoch 1 runs on 2 ranks")]
 
