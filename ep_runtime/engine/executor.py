@@ -15,6 +15,7 @@ import torch
 
 from ep_runtime.engine.block_tables import BlockTables
 from ep_runtime.engine.graphs import DecodeGraphs
+from ep_runtime.engine.staging import upload
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from protocol.commands import Alloc, Copy, Forward, Wanted, Warm
@@ -146,7 +147,8 @@ class Executor:
             if not sampled:
                 return
             self.comm.broadcast(tokens)
-            self._last_tokens[torch.tensor(sampled, device=self._device)] = tokens
+            (index,) = upload([np.array(sampled, np.int64)], self._device)
+            self._last_tokens.index_copy_(0, index, tokens)
 
     def _replay(self, command: Forward, tokens: np.ndarray, slots: SlotTable) -> ForwardOutput | None:
         """A step of single rows that all want logits, from its graph; None when it is another kind of step, or has no graph."""
@@ -175,10 +177,9 @@ class Executor:
         lengths = np.fromiter((s.length for s in spans), dtype=np.int64, count=len(spans))
         first_rows = np.cumsum(lengths) - lengths
         token_ids, fed_rows, fed_slots = place_tokens(command, tokens, first_rows)
-        ids = torch.from_numpy(token_ids).to(self._device, non_blocking=True)
+        ids, rows, sources = upload([token_ids, np.array(fed_rows, np.int64), np.array(fed_slots, np.int64)], self._device)
         if fed_rows:
-            rows = torch.tensor(fed_rows, device=self._device)
-            ids[rows] = self._last_tokens[torch.tensor(fed_slots, device=self._device)]
+            ids.index_copy_(0, rows, self._last_tokens.index_select(0, sources))
         states = [_active(slots, s.slot) for s in spans]
         return ForwardBatch.from_spans(
             query_lens=lengths.tolist(),

@@ -20,7 +20,7 @@ from ep_runtime.engine.sampling.logprobs import LogprobRows, logprob_rows, unpac
 from ep_runtime.engine.sampling.penalties import PenaltyPool
 from ep_runtime.engine.sampling.plan import Chunk, Kind, SlotParams, needs_penalties, plan_chunks, slot_params
 from ep_runtime.engine.sampling.random import log_exponential, token_words
-from ep_runtime.engine.sampling.staging import download, upload
+from ep_runtime.engine.staging import download, upload
 from protocol.messages import SamplingParams, TokenLogprobs
 
 

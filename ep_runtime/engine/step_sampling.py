@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ep_runtime.engine.pending import PendingStep, PromptRows, RowToSample
+from ep_runtime.engine.staging import upload
 from protocol.commands import Forward, Span, Wanted
 
 if TYPE_CHECKING:
@@ -41,7 +43,10 @@ class StepSampling:
         constrained = [(r.request_id, r.index) for r in rows if self._constrained(r.request_id)]
         if constrained:
             self._await_masks(constrained)
-        picked = logits if len(rows) == len(logits) else logits[torch.tensor([r.logit_row for r in rows], device=logits.device)]
+        picked = logits
+        if len(rows) < len(logits):
+            (chosen,) = upload([np.array([row.logit_row for row in rows], np.int64)], logits.device)
+            picked = logits.index_select(0, chosen)
         masks = [self._requests.take_mask(r.request_id, r.index) for r in rows]
         sampled = self._sampler.sample(picked, [r.slot for r in rows], [r.index for r in rows], masks)
         self._pending = PendingStep(self._plan, sampled, tuple(rows), prompt_rows)
@@ -72,7 +77,7 @@ class StepSampling:
             if not targets:
                 continue
             rows = logits[first : first + len(targets)]
-            ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+            (ids,) = upload([np.array(targets, np.int64)], logits.device)
             count = request.sampling.prompt_logprobs
             found.append(PromptRows(number, span.start + 1, count, self._sampler.prompt_logprobs(rows, ids, count)))
         return tuple(found)

@@ -17,6 +17,7 @@ from protocol.errors import EpCommandFailed, EpLinkLost
 from protocol.frame import Frame
 from protocol.messages import Abort, Mask, SamplingParams, SequenceUpdate, Submit
 from protocol.slots import Change, SlotTable
+from tests.support.cuda import nothing_may_synchronise
 from tests.support.engine import Driver, head_of
 from tests.support.rank_context import RankContext
 
@@ -197,6 +198,21 @@ def masked(ctx: RankContext, *, folder: str, prompt: list[int], allowed: list[li
         driver.on_update = answer
         driver.finish()
         return {name: asdict(driver.answers[name]) for name in ("masked", "free")}
+
+
+def decode_without_waiting(ctx: RankContext, *, folder: str, prompts: list[list[int]], steps: int, **settings: Any) -> Any:
+    """On one GPU: `steps` turns of steady decoding under a mode in which any call that waits for the device raises."""
+    with head_of(ctx, folder, digest_interval=0, **settings) as driver:
+        assert driver is not None
+        for number, ids in enumerate(prompts):
+            driver.submit(str(number), ids, max_tokens=4 * steps)
+        while min(len(answer.tokens) for answer in driver.answers.values()) < 4:
+            driver.turn()
+        with nothing_may_synchronise():
+            for _ in range(steps):
+                driver.turn()
+        driver.finish()
+        return [len(driver.answers[str(number)].tokens) for number in range(len(prompts))]
 
 
 def _run(driver: Driver, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -90,6 +90,16 @@ def test_bfloat16_is_as_near_to_float32_as_on_the_cpu(
     assert gpu.median() < 1.5 * cpu.median()
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_steady_decoding_never_waits_for_the_device(ranks: RankPool, folder_of: Callable[[str, str], Path], mode: str) -> None:
+    case = "tests.distributed.engine_cases:decode_without_waiting"
+    prompts = [prompt(5), prompt(9, seed=1), prompt(20, seed=2)]
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
+    folder = str(folder_of("qwen3_moe", "yarn"))
+    counts = ranks.run(1, case, folder=folder, prompts=prompts, steps=20, device="cuda", forward_mode=mode, **sizes)[0]
+    assert counts == [80] * len(prompts)
+
+
 def errors(folder: Path, answers: list[dict[str, Any]]) -> torch.Tensor:
     """Absolute differences of the prompts' log-probabilities from transformers' in float32."""
     found = []

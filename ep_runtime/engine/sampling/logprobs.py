@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_runtime.engine.sampling.staging import download
+from ep_runtime.engine.staging import download
 from protocol.messages import TokenLogprobs
 
 _ELEMENTS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}

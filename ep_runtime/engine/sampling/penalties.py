@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ep_runtime.engine.sampling.staging import upload
+from ep_runtime.engine.staging import upload
 
 
 class PenaltyPool:

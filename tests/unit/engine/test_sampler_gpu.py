@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
@@ -13,6 +9,7 @@ import torch
 from ep_runtime.engine.sampler import Sampler, unpack
 from ep_runtime.engine.sampling.random import hash_bits, row_keys, token_words
 from protocol.messages import SamplingParams
+from tests.support.cuda import nothing_may_synchronise
 from tests.support.sampling_reference import bitmask
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,18 +31,6 @@ def test_hash_bits_are_the_same_on_both_devices() -> None:
     keys = torch.from_numpy(row_keys(list(range(50)), [7] * 50))
     on_gpu = hash_bits(token_words(VOCAB, "cuda"), keys.cuda())
     assert torch.equal(on_gpu.cpu(), hash_bits(token_words(VOCAB, "cpu"), keys))
-
-
-@contextmanager
-def nothing_may_synchronise() -> Iterator[None]:
-    """Raise on a call that waits for the device. torch warns, on entering, that the mode is a prototype."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_gpu_tokens_are_the_cpu_tokens_and_nothing_synchronises() -> None:
