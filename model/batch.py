@@ -147,11 +147,6 @@ class ForwardBatch:
         return int(self.token_ids.shape[0])
 
     @property
-    def num_spans(self) -> int:
-        """S"""
-        return len(self.host.slots)
-
-    @property
     def decode_only(self) -> bool:
         """True when every span is one row."""
         return self.host.max_query == 1

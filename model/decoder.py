@@ -10,6 +10,7 @@ from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from model.config import LayerConfig, ModelConfig
 from model.errors import BatchError
+from model.formats import DenseFormat, WeightFormat
 from model.layers.attention import Attention
 from model.layers.build import Build
 from model.layers.delta_net import GatedDeltaNet
@@ -57,12 +58,15 @@ class VocabHead(nn.Module):
         self.vocab_size = config.vocab_size
         self.shard = parallel.vocab_shard(config.vocab_size)
         self.rank = parallel.rank
-        self.weight = None if config.tied else build.weight(self.shard, config.hidden_size)
+        self.weight: WeightFormat | None = None if config.tied else DenseFormat(build.weight(self.shard, config.hidden_size))
 
     def forward(self, rows: torch.Tensor, embedding: torch.Tensor, comm: Communicator) -> torch.Tensor | None:
         """`[W, hidden]` -> `[W, vocab]` float32 on rank 0, None elsewhere. A tied head is this rank's rows of `embedding`."""
-        weight = embedding.narrow(0, self.rank * self.shard, self.shard) if self.weight is None else self.weight
-        shards = comm.gather_to_head(functional.linear(rows, weight))
+        if self.weight is None:
+            shard = functional.linear(rows, embedding.narrow(0, self.rank * self.shard, self.shard))
+        else:
+            shard = self.weight.linear(rows)
+        shards = comm.gather_to_head(shard)
         if shards is None:
             return None
         logits = shards[0] if len(shards) == 1 else torch.cat(shards, -1)

@@ -58,13 +58,6 @@ FORMAT_OF_DTYPE: dict[str, type[DenseFormat]] = {"BF16": DenseFormat, "F16": Den
 """Checkpoint dtype (as safetensors names it) -> format of a linear weight."""
 
 
-def format_of(dtype: str) -> type[DenseFormat]:
-    """The format of a weight stored as `dtype` (safetensors' name). Raises UnsupportedModel naming it."""
-    if dtype not in FORMAT_OF_DTYPE:
-        raise UnsupportedModel(f"weights of dtype {dtype} are not served; served: {', '.join(FORMAT_OF_DTYPE)}")
-    return FORMAT_OF_DTYPE[dtype]
-
-
 def refuse_quantised(config_json: dict[str, Any]) -> None:
     """Raise UnsupportedModel, naming the method, when a config.json declares quantised weights (also in its `text_config`)."""
     for section in (config_json, config_json.get("text_config") or {}):

@@ -52,10 +52,6 @@ class HeadLinks:
         """Ranks, the head included."""
         return len(self._channels) + 1
 
-    def filenos(self) -> list[int]:
-        """Descriptors to poll while idle; when one is readable, `check()` tells why."""
-        return [channel.fd for channel in self._channels if not channel.eof]
-
     def check(self) -> None:
         """Without waiting: raise `EpPeerGone` if a worker's stream has ended, `EpEpochClosed` if the epoch has.
 

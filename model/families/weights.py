@@ -78,10 +78,10 @@ def ends(out: Pieces, place: Place, prefix: str) -> None:
         out.ignored.append("lm_head.")
         return
     rows = parallel.vocab_rows(vocab)
-    out.pieces["head.weight"] = ()
+    out.pieces["head.weight.weight"] = ()
     if len(rows):
         index = (slice(rows.start, rows.stop),)
-        out.pieces["head.weight"] = (
+        out.pieces["head.weight.weight"] = (
             Piece(name="lm_head.weight", shape=(vocab, hidden), source=index, target=(slice(0, len(rows)),)),
         )
     else:
@@ -166,7 +166,7 @@ def _experts_apart(out: Pieces, place: Place, target: str, source: str, names: E
             rows: Index = (local, slice(half * units, (half + 1) * units))
             gate_up.append(Piece(name=f"{source}{expert}.{name}.weight", shape=(units, hidden), target=rows))
         down.append(Piece(name=f"{source}{expert}.{names.down}.weight", shape=(hidden, units), target=(local,)))
-    out.pieces[f"{target}gate_up"], out.pieces[f"{target}down"] = tuple(gate_up), tuple(down)
+    out.pieces[f"{target}gate_up.weight"], out.pieces[f"{target}down.weight"] = tuple(gate_up), tuple(down)
     mine = frozenset(held)
     for expert in range(shape.num_experts):
         if expert not in mine:
@@ -186,9 +186,9 @@ def _experts_together(out: Pieces, place: Place, target: str, source: str) -> No
     )
     for part in usual:
         name = f"{source}{part}_proj"
-        out.pieces[f"{target}{part}"] = tuple(
+        out.pieces[f"{target}{part}.weight"] = tuple(
             Piece(name=name, shape=(turned if transposed else usual)[part], source=(expert,), target=(local,), transpose=transposed)
             for local, expert in enumerate(place.placement.local(place.parallel.rank))
         )
-        if not out.pieces[f"{target}{part}"]:
+        if not out.pieces[f"{target}{part}.weight"]:
             out.foreign.add(name)

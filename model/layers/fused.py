@@ -217,7 +217,8 @@ class FusedOperators:
         if step.batch.routing:
             step.routing.append(experts)
         config = self._experts_config(layer, x.shape[0], x.dtype)
-        return moe_experts(x, experts, weights, layer.held.local, layer.gate_up, layer.down, config=config)
+        gate_up, down = layer.gate_up.dequantize(), layer.down.dequantize()
+        return moe_experts(x, experts, weights, layer.held.local, gate_up, down, config=config)
 
     def mlp(self, layer: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
         """One kernel."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from model.formats import DenseFormat
+from model.formats import DenseFormat, WeightFormat
 
 
 def empty_weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, row_major: bool) -> nn.Parameter:
@@ -27,7 +27,7 @@ class Linear(nn.Module):
         self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype, device: torch.device, row_major: bool
     ) -> None:
         super().__init__()
-        self.weight = DenseFormat(empty_weight((out_features, in_features), dtype, device, row_major=row_major))
+        self.weight: WeightFormat = DenseFormat(empty_weight((out_features, in_features), dtype, device, row_major=row_major))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 from kernels.experts import Held, plan_experts, run_experts
 from kernels.router import route
 from model.config import MoeConfig
+from model.formats import DenseFormat, WeightFormat
 from model.layers.build import Build
 from model.layers.mlp import Mlp
 from model.layers.operators import Pending
@@ -22,8 +23,8 @@ class Moe(nn.Module):
         self.top_k, self.normalise = config.top_k, config.normalise
         self.num_experts = config.num_experts
         self.router = build.linear(hidden, config.num_experts)
-        self.gate_up = build.weight(len(held), 2 * config.intermediate, hidden)
-        self.down = build.expert_down(len(held), hidden, config.intermediate)
+        self.gate_up: WeightFormat = DenseFormat(build.weight(len(held), 2 * config.intermediate, hidden))
+        self.down: WeightFormat = DenseFormat(build.expert_down(len(held), hidden, config.intermediate))
         self.shared = self.shared_gate = None
         if config.shared_intermediate:
             self.shared = Mlp(hidden, config.shared_intermediate, build)
@@ -59,4 +60,4 @@ class Moe(nn.Module):
             on_host=x.device.type == "cpu",
             may_wait=not step.batch.decode_only,
         )
-        return run_experts(form, x, experts, weights, self._held, self.gate_up, self.down)
+        return run_experts(form, x, experts, weights, self._held, self.gate_up.dequantize(), self.down.dequantize())

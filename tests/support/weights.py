@@ -35,7 +35,7 @@ def load_rank(
     assert parameters.keys() == names.pieces.keys()
     read = set()
     for name, pieces in names.pieces.items():
-        parameters[name].fill_(0.0 if name in ("embedding", "head.weight") else torch.nan)
+        parameters[name].fill_(0.0 if name in ("embedding", "head.weight.weight") else torch.nan)
         for piece in pieces:
             tensor = tensors[piece.name]
             assert tuple(tensor.shape) == piece.shape, piece.name

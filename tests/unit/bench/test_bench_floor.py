@@ -43,12 +43,12 @@ def test_transformers_reads_the_configurations_alike(name: str, tmp_path: Path) 
 def test_parts_of_the_weights_are_those_of_the_modules(name: str, world: int, tmp_path: Path) -> None:
     model = prepared(name, tmp_path, world, layers=4)
     sizes = {key: tensor.nbytes for key, tensor in model.module.named_parameters()}
-    experts = sum(size for key, size in sizes.items() if key.endswith(("moe.gate_up", "moe.down")))
+    experts = sum(size for key, size in sizes.items() if key.endswith(("moe.gate_up.weight", "moe.down.weight")))
     parts = weight_bytes(model.config, model.parallel, model.placement, model.weight_bytes, "bfloat16")
     held = -(-model.spec.num_experts // world)
     assert parts.expert * held * 4 == experts
-    assert parts.head == sizes["head.weight"]
-    assert parts.dense == sum(sizes.values()) - experts - sizes["head.weight"] - sizes["embedding"]
+    assert parts.head == sizes["head.weight.weight"]
+    assert parts.dense == sum(sizes.values()) - experts - sizes["head.weight.weight"] - sizes["embedding"]
 
 
 def test_a_step_of_one_sequence_reads_its_experts_keys_and_states(tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ def test_the_ranks_together_hold_the_reference(reference: MixtralForCausalLM, sa
     for layer in range(LAYERS):
         moe = [loaded.model.get_submodule(f"layers.{layer}.moe") for loaded in ranks]
         theirs = reference.model.layers[layer].mlp.experts
-        assert torch.equal(torch.cat([module.gate_up for module in moe]), theirs.gate_up_proj)
-        assert torch.equal(torch.cat([module.down for module in moe]), theirs.down_proj)
-    head = torch.cat([loaded.model.get_parameter("head.weight") for loaded in ranks])
+        assert torch.equal(torch.cat([module.gate_up.dequantize() for module in moe]), theirs.gate_up_proj)
+        assert torch.equal(torch.cat([module.down.dequantize() for module in moe]), theirs.down_proj)
+    head = torch.cat([loaded.model.get_parameter("head.weight.weight") for loaded in ranks])
     assert torch.equal(head[:VOCAB], reference.lm_head.weight)
     assert not head[VOCAB:].any()
     for loaded in ranks:
@@ -79,7 +79,7 @@ def test_the_ranks_together_hold_the_reference(reference: MixtralForCausalLM, sa
 
 def padding(model: nn.Module) -> int:
     """Bytes of the head's rows of zeros."""
-    rows = model.get_parameter("head.weight")
+    rows = model.get_parameter("head.weight.weight")
     return sum(row.nbytes for row in rows if not row.any())
 
 
@@ -174,11 +174,11 @@ def test_dummy_weights_need_a_config_alone(saved: Path, tmp_path: Path, world: i
     shutil.copy(saved / "config.json", tmp_path)
     alone = load(tmp_path, load_format="dummy", seed=3)
     ranks = [load(tmp_path, rank, world, load_format="dummy", seed=3) for rank in range(world)]
-    for name in ("layers.1.moe.gate_up", "layers.0.moe.down"):
+    for name in ("layers.1.moe.gate_up.weight", "layers.0.moe.down.weight"):
         assert torch.equal(torch.cat([loaded.model.get_parameter(name) for loaded in ranks]), alone.model.get_parameter(name))
     for loaded in ranks:
         for name, parameter in loaded.model.named_parameters():
-            if "moe.gate_up" not in name and "moe.down" not in name and name != "head.weight":
+            if "moe.gate_up" not in name and "moe.down" not in name and name != "head.weight.weight":
                 assert torch.equal(parameter, alone.model.get_parameter(name)), name
             if "norm" in name:
                 assert bool((parameter == 1).all())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model.errors import UnsupportedModel
-from model.formats import DenseFormat, format_of, refuse_quantised
+from model.formats import DenseFormat, refuse_quantised
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -20,12 +20,6 @@ def test_dense_weight_is_applied_as_stored(dtype: torch.dtype) -> None:
     assert dense.linear(x).dtype == dtype
     torch.testing.assert_close(dense.linear(x).double(), expected, rtol=2e-2, atol=2e-2)
     assert [name for name, _ in dense.named_parameters()] == ["weight"]
-
-
-def test_formats_are_chosen_by_stored_dtype() -> None:
-    assert {format_of(dtype) for dtype in ("BF16", "F16", "F32")} == {DenseFormat}
-    with pytest.raises(UnsupportedModel, match="F8_E4M3"):
-        format_of("F8_E4M3")
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -37,7 +37,7 @@ def test_index_arrays() -> None:
     assert batch.single_spans is not None
     assert (batch.single_rows.tolist(), batch.single_spans.tolist(), batch.host.single_lens.tolist()) == ([3], [1], [9])
     assert batch.host.pieces == (PieceRows(0, 0, 3, 3), PieceRows(2, 4, 6, 6))
-    assert (batch.host.max_query, batch.host.max_seq, batch.num_rows, batch.num_spans) == (3, 9, 6, 3)
+    assert (batch.host.max_query, batch.host.max_seq, batch.num_rows) == (3, 9, 6)
     assert not batch.decode_only
     for index in (batch.positions, batch.query_start, batch.slots, batch.seq_lens, batch.block_tables, batch.kv_write_from):
         assert index.dtype == torch.int32

@@ -85,6 +85,6 @@ def test_ranks_read_every_tensor_once_in_all(checkpoint: Callable[[str, str], Pa
 
 def test_without_a_manifest_experts_are_apart(checkpoint: Callable[[str, str], Path]) -> None:
     config = resolve(read_config(checkpoint("mixtral", "plain")))
-    pieces = weight_map(config, ExpertPlacement.build(10, 2), Parallel(1, 2)).pieces["layers.0.moe.gate_up"]
+    pieces = weight_map(config, ExpertPlacement.build(10, 2), Parallel(1, 2)).pieces["layers.0.moe.gate_up.weight"]
     assert pieces[0].name == "model.layers.0.block_sparse_moe.experts.5.w1.weight"
     assert (pieces[0].shape, pieces[0].target) == ((24, 40), (0, slice(0, 24)))
