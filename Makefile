@@ -2,6 +2,8 @@
 # make demo ONESHOT=1  the same, and end after the answer
 # make test            linters, type checker, architecture contracts, and all tests
 # make lint            the first three alone
+# make fuzz            random input for the wire and for HTTP, MINUTES=10 each; SEED=N repeats a run, CASE=NAME:NUMBER one case of it
+# make soak            a server under load for MINUTES=30, REQUESTS=10000, killing an engine every KILL_EVERY=0 seconds (0: none)
 # make clean           remove the virtual environment and all caches of this folder
 
 PYTHON ?= python3
@@ -16,7 +18,7 @@ CODE := ep_runtime model protocol kernels launch tests
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint fuzz soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -30,6 +32,15 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+fuzz: $(VENV)/.dev
+	$(BIN)/python -m tests.fuzz wire --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
+	$(BIN)/python -m tests.fuzz http --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30) --requests $(or $(REQUESTS),10000) \
+		--kill-every $(or $(KILL_EVERY),0) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
+	$(BIN)/python -m pytest -m slow tests/chaos
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

@@ -84,6 +84,11 @@ class RuntimeConfig(BaseModel):
     warm_timeout: Seconds = Field(300, description="seconds for warm-up: kernels compile and decode steps are captured")
     load_timeout: Seconds = Field(3600, description="seconds for loading weights")
     command_timeout: Seconds = Field(120, description="seconds for every rank to acknowledge a command")
+    max_failed_starts: Count = Field(5, description="times in a row that a rank's engine may end before it is ready; then all ends")
+    max_recoveries: Count = Field(200, description="failed epochs within an hour; one more and the server ends")
+    standby: bool = Field(
+        True, description="keep a second engine process of each rank imported and waiting, for a quicker recovery"
+    )
     drain_timeout: float = Field(15, ge=0, le=18, description="seconds that running requests get to finish after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe messages that are printed")
 

@@ -38,11 +38,25 @@ SPINS_A_LOOK = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """How a program waits for its peers.
+
+    `spins`: reads between looks at the abort word. `pause_ns`: pause before each read, 0 for none. `atomic`: read by an atomic
+    instead of by a volatile load.
+    """
+
+    spins: int = SPINS_A_LOOK
+    pause_ns: int = 0
+    atomic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PeerMemory:
     """What the kernels need of a group. Tables are int64 `[world]` on the device: the ranks' buffers and signals, own ones too.
 
     A buffer holds two halves of `capacity` elements; signals are int32 `[PROGRAMS * world]`, turns int32 `[PROGRAMS]`, all zero at
-    the start of an epoch. `abort` is one int32 in pinned host memory. One memory serves sums of one width, or gathers, not both.
+    the start of an epoch. `abort` is one int32 in pinned host memory. One memory serves sums of one width, or gathers, not both,
+    and always by the same number of `programs`, at most PROGRAMS.
     """
 
     rank: int
@@ -52,6 +66,8 @@ class PeerMemory:
     turns: torch.Tensor
     abort: torch.Tensor
     capacity: int
+    programs: int = PROGRAMS
+    waiting: Waiting = Waiting()
 
     def fits(self, rows: int, width: int) -> bool:
         """Whether a partial `[rows, width]` can be summed in one launch."""
@@ -59,7 +75,7 @@ class PeerMemory:
 
     def fits_gather(self, rows: int, width: int) -> bool:
         """Whether shards `[rows, width]` can be gathered in one launch."""
-        return _gather_share(rows * width) <= self.capacity // PROGRAMS
+        return _gather_share(rows * width, self.programs) <= self.capacity // self.programs
 
 
 def reduce_rows(memory: PeerMemory, partial: torch.Tensor) -> torch.Tensor:
@@ -96,11 +112,13 @@ def gather_rows(memory: PeerMemory, shard: torch.Tensor) -> torch.Tensor:
     """
     rows, width = shard.shape
     if not memory.fits_gather(rows, width):
-        raise ValueError(f"{rows} rows of {width} do not fit {PROGRAMS} parts of {memory.capacity // PROGRAMS} elements")
+        raise ValueError(
+            f"{rows} rows of {width} do not fit {memory.programs} parts of {memory.capacity // memory.programs} elements"
+        )
     shard = shard.contiguous()
     out = torch.empty(rows if memory.rank == 0 else 0, memory.world * width, dtype=torch.float32, device=shard.device)
     if rows:
-        share = _gather_share(rows * width)
+        share = _gather_share(rows * width, memory.programs)
         _gather_kernel[(triton.cdiv(rows * width, share),)](
             shard,
             out,
@@ -112,19 +130,21 @@ def gather_rows(memory: PeerMemory, shard: torch.Tensor) -> torch.Tensor:
             width,
             share,
             CAPACITY=memory.capacity,
-            REGION=memory.capacity // PROGRAMS,
+            REGION=memory.capacity // memory.programs,
             RANK=memory.rank,
             WORLD=memory.world,
             BLOCK=GATHER_BLOCK,
-            SPINS=SPINS_A_LOOK,
+            SPINS=memory.waiting.spins,
+            PAUSE=memory.waiting.pause_ns,
+            ATOMIC=memory.waiting.atomic,
             num_warps=8,
         )
     return out
 
 
-def _gather_share(elements: int) -> int:
-    """Elements of one program: whole blocks, at most PROGRAMS programs."""
-    return triton.cdiv(elements, PROGRAMS * GATHER_BLOCK) * GATHER_BLOCK
+def _gather_share(elements: int, programs: int) -> int:
+    """Elements of one program: whole blocks, at most so many programs."""
+    return triton.cdiv(elements, programs * GATHER_BLOCK) * GATHER_BLOCK
 
 
 def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps, zero_centered) -> None:
@@ -136,7 +156,7 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
     if rows == 0:
         return
     block = triton.next_power_of_2(width)
-    _one_shot_kernel[(min(rows, PROGRAMS),)](
+    _one_shot_kernel[(min(rows, memory.programs),)](
         partial,
         x,
         shared,
@@ -156,18 +176,38 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
         CAPACITY=memory.capacity,
         RANK=memory.rank,
         WORLD=memory.world,
-        PROGRAMS=PROGRAMS,
+        PROGRAMS=memory.programs,
         BLOCK=block,
         ADD=x is not None,
         SHARED=shared is not None,
         ZERO_CENTERED=zero_centered,
-        SPINS=SPINS_A_LOOK,
+        SPINS=memory.waiting.spins,
+        PAUSE=memory.waiting.pause_ns,
+        ATOMIC=memory.waiting.atomic,
         num_warps=min(16, max(4, block // 512)),
     )
 
 
 @triton.jit
-def _meet(signals, abort, program, turn, RANK: tl.constexpr, WORLD: tl.constexpr, SPINS: tl.constexpr):
+def _look(word, PAUSE: tl.constexpr, ATOMIC: tl.constexpr):
+    """The word's value now, after a pause if there is to be one."""
+    if PAUSE > 0:
+        tl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [PAUSE], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.atomic_add(word, 0, sem="relaxed", scope="sys") if ATOMIC else tl.load(word, volatile=True)
+
+
+@triton.jit
+def _meet(
+    signals,
+    abort,
+    program,
+    turn,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    SPINS: tl.constexpr,
+    PAUSE: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):
     """Tell every rank that this one's part of `turn` is readable, and wait until all have told it, or the host says to stop.
 
     Waiting reads; only the read that ends it is an atomic, which orders what follows behind it.
@@ -181,7 +221,7 @@ def _meet(signals, abort, program, turn, RANK: tl.constexpr, WORLD: tl.constexpr
         seen = tl.load(told + r, volatile=True)
         spins = 0
         while (seen < turn) & (stop == 0):
-            seen = tl.load(told + r, volatile=True)
+            seen = _look(told + r, PAUSE, ATOMIC)
             spins += 1
             if spins % SPINS == 0:
                 stop = tl.load(abort, volatile=True)
@@ -205,6 +245,8 @@ def _gather_kernel(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     SPINS: tl.constexpr,
+    PAUSE: tl.constexpr,
+    ATOMIC: tl.constexpr,
 ):
     program = tl.program_id(0)
     first = program * share
@@ -217,7 +259,7 @@ def _gather_kernel(
         at = start + tl.arange(0, BLOCK)
         tl.store(own + place + (at - first), tl.load(shard + at, mask=at < end), mask=at < end)
     tl.debug_barrier()
-    _meet(signals, abort, program, turn, RANK, WORLD, SPINS)
+    _meet(signals, abort, program, turn, RANK, WORLD, SPINS, PAUSE, ATOMIC)
     tl.debug_barrier()
     if RANK == 0:
         for r in tl.static_range(WORLD):
@@ -257,6 +299,8 @@ def _one_shot_kernel(
     SHARED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     SPINS: tl.constexpr,
+    PAUSE: tl.constexpr,
+    ATOMIC: tl.constexpr,
 ):
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -269,7 +313,7 @@ def _one_shot_kernel(
         to = tl.cast(row, tl.int64) * width + at
         tl.store(own + to, tl.load(partial + to, mask=here), mask=here)
     tl.debug_barrier()
-    _meet(signals, abort, program, turn, RANK, WORLD, SPINS)
+    _meet(signals, abort, program, turn, RANK, WORLD, SPINS, PAUSE, ATOMIC)
     tl.debug_barrier()
     for row in range(program, rows, PROGRAMS):
         to = tl.cast(row, tl.int64) * width + at

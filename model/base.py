@@ -35,6 +35,13 @@ class Communicator(Protocol):
         """Rank 0's `tensor` overwrites every rank's."""
         ...
 
+    def settle(self) -> None:
+        """Wait for this rank's device as long as the other ranks are there: what has been launched may wait for them.
+
+        Called before anything that would wait for the device without looking, such as reading a tensor.
+        """
+        ...
+
 
 class SingleRank:
     """The communicator of a world of one."""
@@ -54,6 +61,9 @@ class SingleRank:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Already everywhere."""
+
+    def settle(self) -> None:
+        """No launch waits for another rank."""
 
 
 class Model(Protocol):

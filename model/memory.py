@@ -1,14 +1,17 @@
-"""The memory plan of one rank: what its weights, caches, states and scratch take, decided and refused before anything is read.
+"""The memory plan of one rank: everything that it allocates, decided and refused before anything is read.
 
-All sizes are bytes. `plan_memory` is a pure function; `device_memory` is the one look at the machine.
+All sizes are bytes. `plan_memory` is a pure function; `device_memory` is the one look at the machine. Scratch is an upper bound
+(`model.scratch`), graphs are an estimate; all other lines are exact.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from model.config import ModelConfig
 from model.errors import MemoryPlanError
+from model.scratch import StepSize, scored_rows, step_bytes
 from model.spec import ModelSpec
 from model.state.sizes import DTYPE_BYTES, bytes_per_block, bytes_per_slot
 
@@ -20,10 +23,10 @@ DEFAULT_SLOTS = 256
 """Slots when none are asked for, memory permitting."""
 HOST_CACHE_LIMIT = 4 * GIB
 """On a CPU, an automatic cache takes no more than this (or one longest sequence): memory is shared with other programs there."""
-SCORED_ROWS = 256
-"""Prompt rows whose logits one step may ask for (prompt logprobs), beside one row a slot: a row of logits is large."""
 RESERVE = {"cpu": 256 << 20, "cuda": 768 << 20}
-"""What the plan leaves to the libraries: allocator fragments, cuBLAS workspaces, communicator buffers."""
+"""What the plan leaves to the libraries: allocator fragments, cuBLAS workspaces, communicator buffers, compiled kernels."""
+GRAPH_BYTES = 8 << 20
+"""An estimate of what the driver keeps of one captured step, beside its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What the plan is made for. `num_blocks` or `max_slots` of None: as many as fit and can be of use."""
+    """What the plan is made for. `num_blocks` or `max_slots` of None: as many as fit and can be of use.
 
+    `held` are the experts of this rank in a layer, `head` says that it samples, `kernels` that the fused forms run, `graphs` that
+    decode steps are captured. `shared` are lines of what the rank shares with others, such as buffers that its peers read.
+    """
+
+    config: ModelConfig
     dtype: str
     weight_bytes: int
     block_size: int
@@ -46,6 +54,12 @@ class Needs:
     max_model_len: int
     max_slots: int | None = None
     num_blocks: int | None = None
+    world: int = 1
+    held: int = 0
+    head: bool = True
+    kernels: bool = False
+    graphs: bool = False
+    shared: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,17 +93,41 @@ def device_memory(device: torch.device, local_ranks: int = 1) -> DeviceMemory:
     return DeviceMemory(device.type, total, total - free)
 
 
-def scratch_bytes(spec: ModelSpec, needs: Needs, max_slots: int) -> int:
-    """An estimate of the largest forward's temporaries, in the model's dtype except for float32 logits and accumulators.
+def largest_step(spec: ModelSpec, needs: Needs, max_slots: int, device: str) -> StepSize:
+    """The largest step that admission lets through, for this rank."""
+    return StepSize(
+        rows=needs.max_num_batched_tokens,
+        slots=max_slots,
+        scored=scored_rows(spec.cut_points, spec.single_chunk, needs.max_num_batched_tokens),
+        positions=-(-needs.max_model_len // needs.block_size) * needs.block_size,
+        element=DTYPE_BYTES[needs.dtype],
+        world=needs.world,
+        held=needs.held,
+        device=device,
+        kernels=needs.kernels,
+        head=needs.head,
+    )
 
-    A row holds about 16 hidden-sized values at once (residual, norm, projections, attention, two reductions in float32), and 4
-    more for each of its experts (gathered input, gate and up, output). Logits are kept twice (raw, and the sampler's), for a row
-    a slot and for SCORED_ROWS prompt rows.
+
+def scratch_bytes(spec: ModelSpec, needs: Needs, max_slots: int, device: str = "cpu") -> int:
+    """An upper bound on the temporaries of the largest step: see `model.scratch`."""
+    return step_bytes(needs.config, largest_step(spec, needs, max_slots, device))
+
+
+def sampler_bytes(vocab_size: int, max_slots: int) -> int:
+    """What the sampler keeps: a hash word a token; for each slot a token's count (int32) and whether the prompt has it (bool)."""
+    return 4 * vocab_size + 5 * vocab_size * max_slots
+
+
+def graph_bytes(spec: ModelSpec, needs: Needs, max_slots: int, device: str) -> tuple[int, int]:
+    """(number of captured steps, an estimate of their bytes): one for each power of two up to the slots.
+
+    They share the temporaries of the largest one; each keeps its logits and what the driver needs. Sampling is in no graph.
     """
-    element = DTYPE_BYTES[needs.dtype]
-    row = spec.hidden_size * (16 + 4 * spec.experts_per_token) * element
-    logit_rows = max_slots + min(SCORED_ROWS, needs.max_num_batched_tokens)
-    return needs.max_num_batched_tokens * row + 2 * logit_rows * spec.vocab_size * 4
+    buckets = [*(1 << power for power in range((max_slots - 1).bit_length())), max_slots]
+    step = replace(largest_step(spec, needs, max_slots, device), rows=max_slots, scored=0, head=False)
+    logits = 4 * spec.vocab_size * sum(buckets) if needs.head else 0
+    return len(buckets), step_bytes(needs.config, step) + logits + len(buckets) * GRAPH_BYTES
 
 
 def plan_memory(spec: ModelSpec, needs: Needs, memory: DeviceMemory, utilization: float) -> MemoryPlan:
@@ -104,14 +142,15 @@ def plan_memory(spec: ModelSpec, needs: Needs, memory: DeviceMemory, utilization
     slot = bytes_per_slot(spec, needs.dtype)
     max_slots = needs.max_slots or _slots_that_fit(slot, budget - needs.weight_bytes - reserve)
     block = bytes_per_block(spec, needs.block_size, needs.dtype)
+    one = -(-needs.max_model_len // needs.block_size)
     fixed = (
         ("weights", needs.weight_bytes),
         (f"recurrent state, {max_slots} slots of {slot:,} B", max_slots * slot),
-        (f"scratch, {needs.max_num_batched_tokens} tokens a step", scratch_bytes(spec, needs, max_slots)),
+        *_working_lines(spec, needs, max_slots, memory.kind),
+        *needs.shared,
         ("reserve", reserve),
     )
     left = budget - sum(size for _, size in fixed)
-    one = -(-needs.max_model_len // needs.block_size)
     given = needs.num_blocks is not None
     blocks = needs.num_blocks if needs.num_blocks is not None else _blocks_that_fit(block, left, one, max_slots, memory.kind)
     shown = blocks if given else max(blocks, one)
@@ -123,6 +162,20 @@ def plan_memory(spec: ModelSpec, needs: Needs, memory: DeviceMemory, utilization
     if blocks < one or blocks * block > left:
         raise MemoryPlanError(_refusal(lines, budget, blocks if given else None, needs, left // block if block else 0))
     return MemoryPlan(num_blocks=blocks, max_slots=max_slots, lines=lines, budget=budget)
+
+
+def _working_lines(spec: ModelSpec, needs: Needs, max_slots: int, kind: str) -> list[tuple[str, int]]:
+    """What steps work with: scratch, and where they exist the sampler, the block tables and the graphs."""
+    size = largest_step(spec, needs, max_slots, kind)
+    lines = [(f"scratch, {size.rows} tokens and {size.logit_rows} rows of logits a step", step_bytes(needs.config, size))]
+    if needs.head:
+        lines.append((f"sampler, {max_slots} slots of {5 * spec.vocab_size:,} B", sampler_bytes(spec.vocab_size, max_slots)))
+    if needs.graphs:
+        width = -(-needs.max_model_len // needs.block_size)
+        lines.append((f"block tables, {max_slots} slots of {width} blocks", 4 * max_slots * width))
+        count, size_of_graphs = graph_bytes(spec, needs, max_slots, kind)
+        lines.append((f"graphs of {count} decode steps (estimate)", size_of_graphs))
+    return lines
 
 
 def _slots_that_fit(slot: int, left: int) -> int:

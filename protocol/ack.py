@@ -68,6 +68,7 @@ _BY_NAME = (
 )
 _BY_TEXT = (
     ("can't allocate memory", ErrorCode.OUT_OF_MEMORY),
+    ("bad_alloc", ErrorCode.OUT_OF_MEMORY),
     ("CUDA error", ErrorCode.DEVICE),
     ("CUDA driver error", ErrorCode.DEVICE),
     ("CUBLAS_STATUS", ErrorCode.DEVICE),
@@ -130,10 +131,18 @@ def error_code(error: BaseException) -> ErrorCode:
 
 
 def failure(
-    error: BaseException, *, rank: int, epoch: int, step: int, collectives: int = 0, status: AckStatus = AckStatus.FAILED
+    error: BaseException,
+    *,
+    rank: int,
+    epoch: int,
+    step: int,
+    phase: str = "",
+    collectives: int = 0,
+    status: AckStatus = AckStatus.FAILED,
 ) -> Ack:
-    """The ack (or the vote, with `VOTE_NO`) of a rank on which `error` was raised."""
-    return Ack(rank, epoch, step, status, error_code(error), collectives, 0, f"{type(error).__name__}: {error}")
+    """The ack (or the vote, with `VOTE_NO`) of a rank on which `error` was raised, while it was in `phase`."""
+    where = f"{phase}: " if phase else ""
+    return Ack(rank, epoch, step, status, error_code(error), collectives, 0, f"{where}{type(error).__name__}: {error}")
 
 
 def pack_ack(ack: Ack) -> bytes:

@@ -51,10 +51,11 @@ def bound_address(sock: socket.socket) -> str:
     return f"[{name[0]}]:{name[1]}" if sock.family == socket.AF_INET6 else f"{name[0]}:{name[1]}"
 
 
-def connect(address: str, deadline: float | None, closed: Callable[[], bool]) -> socket.socket:
+def connect(address: str, deadline: float | None, closed: Callable[[], bool], *, tries_again: bool = True) -> socket.socket:
     """A connected, non-blocking socket; `deadline` in `time.monotonic()` seconds, None for no end.
 
-    A listener that is not there yet is tried again until then. A host name is resolved once, by the system, without a deadline.
+    A listener that is not there yet is tried again until then if `tries_again`, else `EpPeerGone` says so. A host name is resolved
+    once, by the system, without a deadline.
     """
     family, target = _resolve(address)
     wait = Wait(closed, deadline, lambda: f"a listener at {address}")
@@ -71,7 +72,7 @@ def connect(address: str, deadline: float | None, closed: Callable[[], bool]) ->
         if fault == 0:
             return sock
         sock.close()
-        if fault not in _NOT_YET:
+        if fault not in _NOT_YET or not tries_again:
             raise EpPeerGone(f"cannot connect to {address}: {os.strerror(fault)}")
         pause.poll(min(budget, SLICE_MS))
 

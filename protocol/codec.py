@@ -14,7 +14,7 @@ from zlib import crc32
 
 import msgspec
 
-from protocol.errors import EpFrameCorrupt
+from protocol.errors import EpFrameCorrupt, brief
 from protocol.messages import MESSAGES_VERSION, Message
 
 BLOB_HEADER = struct.Struct("<II")
@@ -36,13 +36,13 @@ def decode(union: MessageTypes, data: bytes | bytearray | memoryview) -> Any:
         # The version is read first: a struct of another version need not be one that this table knows.
         version, raw = _ENVELOPE.decode(data)
     except _FAULTS as fault:
-        raise EpFrameCorrupt(f"message envelope: {fault}") from fault
+        raise EpFrameCorrupt(f"message envelope: {brief(fault)}") from fault
     if version != MESSAGES_VERSION:
-        raise EpFrameCorrupt(f"message version is {version}, this process speaks {MESSAGES_VERSION}")
+        raise EpFrameCorrupt(f"message version is {brief(version)}, this process speaks {MESSAGES_VERSION}")
     try:
         return _decoder(union).decode(raw)
     except _FAULTS as fault:
-        raise EpFrameCorrupt(f"message: {fault}") from fault
+        raise EpFrameCorrupt(f"message: {brief(fault)}") from fault
 
 
 def pack_blob(payload: bytes) -> bytes:
@@ -71,11 +71,14 @@ def open_blob(data: bytes) -> bytes:
 
 
 class MessageStream:
-    """Cuts a byte stream into the messages of one table. After a fault the stream is lost, and every further call raises."""
+    """Cuts a byte stream into the messages of one table. After a fault the stream is lost, and every further call raises.
+
+    `limit` is the size of the longest message that is taken, in bytes; it may be changed between two messages.
+    """
 
     def __init__(self, union: MessageTypes, limit: int = MAX_MESSAGE) -> None:
         self._union = union
-        self._limit = limit
+        self.limit = limit
         self._buffer = bytearray()
         self._fault: str | None = None
 
@@ -92,7 +95,7 @@ class MessageStream:
         messages = []
         try:
             while len(self._buffer) >= BLOB_HEADER.size:
-                size = blob_size(self._buffer, self._limit)
+                size = blob_size(self._buffer, self.limit)
                 if len(self._buffer) < size:
                     break
                 blob = bytes(self._buffer[:size])

@@ -151,11 +151,15 @@ class Warm(Body, frozen=True):
     buckets: list[Positive]
 
 
-class Digest(Body, frozen=True):
-    """Every rank acks a digest of its slot table, recurrent states and the routing of the last forward."""
+class Digest(Body, frozen=True, omit_defaults=True):
+    """Every rank acks a digest of its slot table, recurrent states and the routing of the last recorded forward.
+
+    `report`: it also logs its slot table, because ranks differ and the epoch ends.
+    """
 
     cmd: ClassVar[Cmd] = Cmd.DIGEST
     per_slot: ClassVar[bool] = False
+    report: bool = False
 
 
 class Ping(Body, frozen=True):

@@ -6,6 +6,15 @@ stay up and the next command follows. `EpLinkLost` and its subclasses end the ep
 
 from __future__ import annotations
 
+SHOWN = 300
+"""Characters of a fault that an error message repeats."""
+
+
+def brief(fault: object) -> str:
+    """The start of a fault's text: what a peer sent may be repeated in it, at any length, and ends up in logs and reports."""
+    text = str(fault)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+
 
 class EpError(Exception):
     """Base of every error that the runtime raises about its ranks and commands."""

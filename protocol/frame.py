@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from protocol.commands import BATCH, BODIES, Body, Cmd, Copy, Decode, Forward, PrefillChunk, Span, Wanted
-from protocol.errors import EpCommandFailed, EpFrameCorrupt, EpOutOfOrder
+from protocol.errors import EpCommandFailed, EpFrameCorrupt, EpOutOfOrder, brief
 from protocol.preamble import MAX_BODY, MAX_TOKENS, Preamble, pack, preamble_size, unpack
 
 MAX_SLOT = 2**24 - 1
@@ -97,7 +97,7 @@ def _decode_body(cmd: int, body: bytes | memoryview) -> Body:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as fault:
-        raise EpFrameCorrupt(f"body of {Cmd(cmd).name}: {fault}") from fault
+        raise EpFrameCorrupt(f"body of {Cmd(cmd).name}: {brief(fault)}") from fault
 
 
 def _check(command: Body, seq_id: int, tokens: np.ndarray, version: int, flags: int) -> None:
@@ -132,8 +132,8 @@ def _check_spans(command: Forward, version: int) -> int:
     """The number of tokens that the spans need; raises when a span is malformed."""
     spans = command.spans
     if len({span.slot for span in spans}) != len(spans):
-        slots = [span.slot for span in spans]
-        raise EpFrameCorrupt(f"slot {next(slot for slot in slots if slots.count(slot) > 1)} is named twice in {command.cmd.name}")
+        slot = next(left for left, right in pairwise(sorted(span.slot for span in spans)) if left == right)
+        raise EpFrameCorrupt(f"slot {slot} is named twice in {command.cmd.name}")
     if version == 1 and spans[0].slot != 0:
         raise EpFrameCorrupt(f"slot is {spans[0].slot}, version 1 has slot 0 alone")
     one_row, given = isinstance(command, Decode), isinstance(command, PrefillChunk)
@@ -153,11 +153,11 @@ def _check_wanted(span: Span) -> None:
     wanted = span.wanted
     if isinstance(wanted, list):
         if any(left >= right for left, right in pairwise(wanted)):
-            raise EpFrameCorrupt(f"wanted of slot {span.slot} is {wanted}, not ascending")
+            raise EpFrameCorrupt(f"wanted of slot {span.slot} is {brief(wanted)}, not ascending")
         if wanted and wanted[-1] >= span.length:
             raise EpFrameCorrupt(f"wanted of slot {span.slot} has row {wanted[-1]}, the span has {span.length} rows")
         has_last = bool(wanted) and wanted[-1] == span.length - 1
     else:
         has_last = wanted is not Wanted.NONE
     if span.sampled and not has_last:
-        raise EpFrameCorrupt(f"sampled is true for slot {span.slot}, whose last row has no logits (wanted {wanted!r})")
+        raise EpFrameCorrupt(f"sampled is true for slot {span.slot}, whose last row has no logits (wanted {brief(repr(wanted))})")

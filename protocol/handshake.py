@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from protocol.errors import EpFrameCorrupt, EpHandshakeRefused
+from protocol.errors import EpFrameCorrupt, EpHandshakeRefused, brief
 from protocol.links import HeadLinks, WorkerLink
 
 
@@ -57,10 +57,10 @@ def compare(head: Fingerprint, worker: Fingerprint) -> EpHandshakeRefused | None
             continue
         ours, theirs = getattr(head, name), getattr(worker, name)
         if (_minor(ours) != _minor(theirs)) if name == "python" else (ours != theirs):
-            differences.append(f"{name} is {theirs!r}, on the head {ours!r}")
+            differences.append(f"{name} is {brief(repr(theirs))}, on the head {brief(repr(ours))}")
     if not differences:
         return None
-    where = f" ({worker.host})" if worker.host else ""
+    where = f" ({brief(worker.host)})" if worker.host else ""
     return EpHandshakeRefused(f"rank {worker.rank}{where} differs from the head: {'; '.join(differences)}")
 
 
@@ -96,4 +96,4 @@ def _decode(blob: bytes, kind: type[_Kind], what: str) -> _Kind:
     try:
         return msgspec.msgpack.decode(blob, type=kind)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as fault:
-        raise EpFrameCorrupt(f"{what}: {fault}") from fault
+        raise EpFrameCorrupt(f"{what}: {brief(fault)}") from fault

@@ -10,6 +10,8 @@ import select
 from collections.abc import Callable, Sequence
 from time import monotonic
 
+import msgspec
+
 from protocol.ack import (
     ACK_SIZE,
     VERDICT_SIZE,
@@ -25,7 +27,16 @@ from protocol.ack import (
 from protocol.address import connect
 from protocol.channel import Channel, Wait
 from protocol.codec import BLOB_HEADER, blob_size, open_blob, pack_blob
-from protocol.errors import EpDiverged, EpEpochClosed, EpHandshakeRefused, EpOutOfOrder, EpPeerGone, EpRankFailed
+from protocol.errors import (
+    EpDiverged,
+    EpEpochClosed,
+    EpFrameCorrupt,
+    EpHandshakeRefused,
+    EpOutOfOrder,
+    EpPeerGone,
+    EpRankFailed,
+    brief,
+)
 from protocol.hello import ANSWER_SIZE, Hello, Reason, pack_hello, token_hash, unpack_answer
 from protocol.preamble import preamble_size, unpack
 from protocol.verdict import FAILURE_GRACE
@@ -55,11 +66,14 @@ class HeadLinks:
     def check(self) -> None:
         """Without waiting: raise `EpPeerGone` if a worker's stream has ended, `EpEpochClosed` if the epoch has.
 
-        `EpRankFailed` when a worker has acked a failure a second ago while this rank, still busy, has not: it waits in vain.
+        A rank that leaves closes its link before it cuts its collectives short: what the device had computed before a check that
+        passes is right. `EpRankFailed` when a worker has acked a failure a second ago while this rank, still busy, has not: it
+        waits in vain.
         """
         if self._closed():
             raise EpEpochClosed("the epoch was closed")
-        self._read(0)
+        while self._read(0):
+            pass  # the end of a stream comes behind the acks that are unread
         for channel in self._channels:
             if channel.eof:
                 raise channel.gone()
@@ -131,6 +145,12 @@ class HeadLinks:
             blobs.append(_receive_blob(channel, Wait(self._closed, deadline, what.__str__)))
         return blobs
 
+    def exchange(self, own: bytes, deadline: float | None) -> list[bytes]:
+        """Every rank's bytes on every rank, in rank order; it returns when all have given theirs."""
+        shares = [own, *self.collect_blobs(deadline)]
+        self.send_blob(msgspec.msgpack.encode(shares), deadline)
+        return shares
+
     def close(self) -> None:
         """Close every link; idempotent. Workers see the end of their stream."""
         for channel in self._channels:
@@ -161,13 +181,16 @@ class HeadLinks:
         failed = "".join(f"; rank {rank} failed: {ack.message}" for rank, ack in acks.items() if ack.failed)
         return f"{'votes' if vote else 'acks'} of epoch {self._epoch} step {step} from ranks {ranks}{failed}"
 
-    def _read(self, milliseconds: int) -> None:
-        for fd, _ in self._poller.poll(milliseconds):
+    def _read(self, milliseconds: int) -> bool:
+        """Read what has come, up to 64 KiB a link; False when nothing has."""
+        ready = self._poller.poll(milliseconds)
+        for fd, _ in ready:
             channel = self._by_fd[fd]
             channel.fill()
             if channel.eof:
                 # An ended stream stays readable; polling it further would spin.
                 self._poller.unregister(fd)
+        return bool(ready)
 
     def _send_rest(self, data: bytes, late: dict[int, int], deadline: float | None) -> None:
         """Finish a send that some kernels took in part; `late` maps descriptors to bytes sent."""
@@ -262,6 +285,18 @@ class WorkerLink:
     def receive_blob(self, deadline: float | None) -> bytes:
         """A handshake message of the head."""
         return _receive_blob(self._channel, Wait(self._closed, deadline, lambda: "the head's handshake"))
+
+    def exchange(self, own: bytes, deadline: float | None) -> list[bytes]:
+        """As `HeadLinks.exchange`."""
+        self.send_blob(own, deadline)
+        blob = self.receive_blob(deadline)
+        try:
+            shares = msgspec.msgpack.decode(blob, type=list[bytes])
+        except (msgspec.DecodeError, msgspec.ValidationError) as fault:
+            raise EpFrameCorrupt(f"shares of all ranks: {brief(fault)}") from fault
+        if len(shares) <= self.rank or shares[self.rank] != own:
+            raise EpFrameCorrupt(f"the shares of {len(shares)} ranks do not hold that of rank {self.rank}")
+        return shares
 
     def check(self) -> None:
         """Without waiting: raise `EpPeerGone` if the head's stream has ended, `EpEpochClosed` if the epoch has."""

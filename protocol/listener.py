@@ -6,6 +6,7 @@ import os
 import select
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 from types import TracebackType
 
@@ -68,7 +69,8 @@ class Listener:
         self._sock.close()
         if self._path is not None:
             path, self._path = self._path, None
-            os.unlink(path)
+            with suppress(FileNotFoundError):  # who ends the server may have removed its folder
+                os.unlink(path)
 
 
 class _Door:
@@ -115,9 +117,8 @@ class _Door:
             return
         channel = Channel(sock, f"connection from {where or 'this host'}")
         if len(self._waiting) >= _MAX_WAITING:
-            channel.close()
-            self._on_refused(f"{channel.peer}: more than {_MAX_WAITING} connections wait to say hello")
-            return
+            # The one that has been silent longest makes room: a worker says hello at once, however many strangers stay.
+            self._refuse(next(iter(self._waiting)), Reason.MALFORMED, f"more than {_MAX_WAITING} connections wait to say hello")
         self._waiting[channel.fd] = (channel, monotonic() + HELLO_SECONDS)
         self._poller.register(channel.fd, select.POLLIN)
 

@@ -18,15 +18,28 @@ _PENDING = 1024
 
 
 class MessageSocket:
-    """Owns `sock`; receives the messages of table `union`. One thread uses it. `fileno()` goes into a poll set."""
+    """Owns `sock`; receives the messages of table `union`. One thread uses it. `fileno()` goes into a poll set.
+
+    `limit` bounds a received message, in bytes: a peer that is not yet known gets little memory, until `trust`.
+    """
 
     def __init__(
-        self, sock: socket.socket, union: MessageTypes, *, peer: str = "peer", closed: Callable[[], bool] = never_closed
+        self,
+        sock: socket.socket,
+        union: MessageTypes,
+        *,
+        peer: str = "peer",
+        closed: Callable[[], bool] = never_closed,
+        limit: int = MAX_MESSAGE,
     ) -> None:
         self._channel = Channel(sock, peer, limit=2 * MAX_MESSAGE)
-        self._stream = MessageStream(union)
+        self._stream = MessageStream(union, limit)
         self._closed = closed
         self._pending: deque[Any] = deque()
+
+    def trust(self) -> None:
+        """From now on messages may be as long as any."""
+        self._stream.limit = MAX_MESSAGE
 
     @property
     def peer(self) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-MESSAGES_VERSION = 1
+MESSAGES_VERSION = 2
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -54,7 +54,8 @@ class Submit(Message, frozen=True):
 
     `generated` holds tokens already emitted in an earlier epoch (replay): they are prefilled with the prompt and not emitted again;
     positions count from the prompt's first token, so counter-based sampling continues where it was. `mask` is the grammar's
-    first token bitmask (little-endian uint32 words, one bit a token) when `sampling.grammar`.
+    first token bitmask (little-endian uint32 words, one bit a token) when `sampling.grammar`. `suspicions` counts the epochs that
+    ended without an outside cause while this sequence was in them; from two on it runs alone.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class Submit(Message, frozen=True):
     generated: list[TokenId] = []
     adapter: int = 0
     mask: bytes = b""
+    suspicions: Count = 0
 
 
 class Abort(Message, frozen=True):
@@ -79,6 +81,12 @@ class Mask(Message, frozen=True):
     request_id: str
     index: Count
     mask: bytes
+
+
+class Takeover(Message, frozen=True):
+    """A frontend's first message. Sequences whose id does not begin with `prefix` were an earlier frontend's: all of them end."""
+
+    prefix: str
 
 
 # Engine -> frontend
@@ -157,15 +165,28 @@ class EpochReady(Message, frozen=True):
 
 
 class EpochEnded(Message, frozen=True):
-    """The engine of this epoch gives no more results; `reason` is for health and logs."""
+    """The engine of this epoch gives no more results; `reason` is for health and logs. Sent by the coordinator.
+
+    `final`: no epoch follows. `suspicious`: nothing from outside ended it, so a sequence that was in it may have. `alone` is the
+    request id of the sequence that ran alone at that moment, empty when none did.
+    """
 
     epoch: Count
     reason: str
     final: bool
+    suspicious: bool = False
+    alone: str = ""
 
 
-ToEngine = Submit | Abort | Mask
-ToFrontend = Results | EpochReady | EpochEnded
+class Recovered(Message, frozen=True):
+    """This epoch runs in the place of one that failed. `seconds` by phase: leave, spawn, import, load, rendezvous, total."""
+
+    epoch: Count
+    seconds: dict[str, float]
+
+
+ToEngine = Submit | Abort | Mask | Takeover
+ToFrontend = Results | EpochReady | EpochEnded | Recovered
 
 
 # Supervisors, coordinator and engines
@@ -191,15 +212,17 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The coordinator's other answer to JOIN."""
+    """The coordinator's other answer to JOIN. `again`: a later try may be answered otherwise."""
 
     reason: str
+    again: bool = False
 
 
 class Loaded(Message, frozen=True):
-    """A rank's engine has its weights and state."""
+    """A rank's engine has its weights and is in no epoch. `seconds` of its start by phase: spawn, import, load."""
 
     rank: Count
+    seconds: dict[str, float] = {}
 
 
 class OpenEpoch(Message, frozen=True):
@@ -240,23 +263,51 @@ class EndEpoch(Message, frozen=True):
     reason: str
 
 
+class EpochLeft(Message, frozen=True):
+    """An engine's one answer to EndEpoch: it holds nothing of that epoch any more, and has its weights still.
+
+    `alone` is the request that ran alone when it left, as in Report: the head may be told of the end before it saw anything itself.
+    """
+
+    epoch: Count
+    rank: Count
+    alone: str = ""
+
+
+class KillEngine(Message, frozen=True):
+    """The supervisor is to kill its engine and start another: it did not leave an epoch in time."""
+
+    reason: str
+
+
 class Progress(Message, frozen=True):
-    """The last step a rank acknowledged, and the phase it is in."""
+    """What a rank's progress page says (`protocol.progress`), as its supervisor last read it. `idle_s` is since its last move."""
 
     rank: Count
     epoch: Count
     step: Count
+    command: str
     phase: str
+    collectives: Count
+    moves: Count
+    idle_s: float
 
 
 class Report(Message, frozen=True):
-    """A rank saw something wrong: evidence, not a decision. `fatal` means that restarting cannot help."""
+    """Something went wrong on a rank: evidence, not a decision.
+
+    `fatal`: starting again cannot help. `ended`: its engine process is gone, and its supervisor starts another. `outside`: somebody
+    else's act, which no request can have caused. `alone` is the request that ran alone, as `protocol.progress` says.
+    """
 
     rank: Count
     epoch: Count
     error: str
     message: str
     fatal: bool = False
+    ended: bool = False
+    outside: bool = False
+    alone: str = ""
 
 
 class Stop(Message, frozen=True):
@@ -266,7 +317,7 @@ class Stop(Message, frozen=True):
     grace: float
 
 
-ToCoordinator = Join | Loaded | EpochOpened | Ready | Progress | Report | Stop
-ToSupervisor = Welcome | Refused | OpenEpoch | BeginEpoch | EndEpoch | Stop
+ToCoordinator = Join | Loaded | EpochOpened | Ready | EpochLeft | Progress | Report | Stop
+ToSupervisor = Welcome | Refused | OpenEpoch | BeginEpoch | EndEpoch | KillEngine | Stop
 ToEngineControl = Welcome | OpenEpoch | BeginEpoch | EndEpoch | Stop
-FromEngineControl = Loaded | EpochOpened | Ready | Progress | Report | Stop
+FromEngineControl = Loaded | EpochOpened | Ready | EpochLeft | Report

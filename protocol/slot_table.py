@@ -16,7 +16,7 @@ from protocol.commands import Body, Forward, Span
 from protocol.errors import EpDiverged
 
 NO_WRITER = -1
-_PACKED = struct.Struct("<IBQQIII?I")
+_PACKED = struct.Struct("<IBQIII?")
 
 
 class SlotStatus(IntEnum):
@@ -130,26 +130,42 @@ def poison(command: Body, slots: SlotTable) -> None:
                 state.status, state.can_feed = SlotStatus.POISONED, False
 
 
+def table_sections(slots: Sequence[SequenceState | None]) -> dict[str, int]:
+    """A u64 each of the slots (all but what follows), their lengths and their block tables, in slot order."""
+    held = [(slot, state) for slot, state in enumerate(slots) if state is not None]
+    return {
+        "slots": _blake(struct.pack("<I", len(slots)), *(_PACKED.pack(slot, *_facts(state)) for slot, state in held)),
+        "lengths": _blake(*(struct.pack("<IQ", slot, state.length) for slot, state in held)),
+        "blocks": _blake(
+            *(struct.pack(f"<II{len(state.blocks)}I", slot, len(state.blocks), *state.blocks) for slot, state in held)
+        ),
+    }
+
+
 def table_digest(slots: Sequence[SequenceState | None]) -> int:
-    """A u64 over everything that the table says: blake2b of a packing in slot order, so no hash or memory order enters."""
-    digest = blake2b(struct.pack("<I", len(slots)), digest_size=8)
-    for slot, state in enumerate(slots):
-        if state is None:
-            continue
-        digest.update(
-            _PACKED.pack(
-                slot,
-                state.status,
-                state.length,
-                state.token_budget,
-                state.shared_blocks,
-                state.adapter,
-                state.owner_rank,
-                state.can_feed,
-                len(state.blocks),
-            )
-        )
-        digest.update(struct.pack(f"<{len(state.blocks)}I", *state.blocks))
+    """A u64 over everything that the table says."""
+    return _blake(*(value.to_bytes(8, "little") for value in table_sections(slots).values()))
+
+
+def table_lines(slots: Sequence[SequenceState | None]) -> list[str]:
+    """The table for a person: a line for each slot that is not EMPTY."""
+    return [
+        f"slot {slot}: {state.status.name}, length {state.length} of {state.token_budget}, "
+        f"blocks {','.join(map(str, state.blocks)) or 'none'} ({state.shared_blocks} shared)"
+        for slot, state in enumerate(slots)
+        if state is not None
+    ]
+
+
+def _facts(state: SequenceState) -> tuple[int, int, int, int, int, bool]:
+    return (state.status, state.token_budget, state.shared_blocks, state.adapter, state.owner_rank, state.can_feed)
+
+
+def _blake(*parts: bytes) -> int:
+    """A u64 of bytes, so that no hash or memory order enters."""
+    digest = blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
     return int.from_bytes(digest.digest(), "little")
 
 

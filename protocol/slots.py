@@ -20,6 +20,8 @@ from protocol.slot_table import (
     check_integrity,
     poison,
     table_digest,
+    table_lines,
+    table_sections,
     undo,
     writable,
 )
@@ -36,6 +38,8 @@ __all__ = [
     "poison",
     "prepare",
     "table_digest",
+    "table_lines",
+    "table_sections",
     "undo",
 ]
 

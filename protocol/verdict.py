@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.ack import FATAL_CODES, Ack, AckStatus, ErrorCode
-from protocol.errors import EpCommandFailed, EpDiverged, EpLinkLost, EpRankFailed
+from protocol.errors import EpCommandFailed, EpDiverged, EpLinkLost, EpPeerGone, EpRankFailed
+from protocol.sections import differing
 
 FAILURE_GRACE = 1.0
 """Seconds in which the other ranks must ack once one rank has acked a failure."""
@@ -53,7 +54,7 @@ def judge(acks: Sequence[Ack]) -> Outcome:
         ("digests", [f"{ack.digest:#018x}" for ack in acks]),
     ):
         if len(set(values)) > 1:
-            text = f"ranks differ in {what} of step {acks[0].step}: {_groups(acks, values)}"
+            text = f"ranks differ in {what} of step {acks[0].step}: {_groups(acks, values)}{_sections(acks)}"
             return LinkLost(EpDiverged, f"{text}; {_causes(failed)}" if failed else text)
     if failed:
         return CommandFailed(acks[0].code, acks[0].message)
@@ -84,7 +85,9 @@ def _untrusted(acks: Sequence[Ack], allowed: tuple[AckStatus, ...]) -> LinkLost 
     """What ends the epoch whatever the other ranks say: a device or link error, or an answer to another question."""
     fatal = [ack for ack in acks if ack.code in FATAL_CODES]
     if fatal:
-        return LinkLost(EpRankFailed, f"step {acks[0].step}: {_causes(fatal)}")
+        # A lost link is somebody else's end, seen from here.
+        kind = EpRankFailed if any(ack.code is ErrorCode.DEVICE for ack in fatal) else EpPeerGone
+        return LinkLost(kind, f"step {acks[0].step}: {_causes(fatal)}")
     strange = [ack for ack in acks if ack.status not in allowed]
     if strange:
         named = ", ".join(status.name for status in allowed)
@@ -96,6 +99,14 @@ def _untrusted(acks: Sequence[Ack], allowed: tuple[AckStatus, ...]) -> LinkLost 
 
 def _causes(acks: Sequence[Ack]) -> str:
     return "; ".join(f"rank {ack.rank}: {ack.code.name} after {ack.collectives} collectives: {ack.message}" for ack in acks)
+
+
+def _sections(acks: Sequence[Ack]) -> str:
+    """The sections of a DIGEST that differ; nothing for acks of other commands."""
+    if any(ack.failed for ack in acks):
+        return ""
+    found = differing([ack.message for ack in acks])
+    return "".join(f"; {name}: {_groups(acks, values)}" for name, values in found.items())
 
 
 def _groups(acks: Sequence[Ack], values: Sequence[object]) -> str:

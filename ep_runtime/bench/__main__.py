@@ -1,11 +1,11 @@
-"""`python -m ep_runtime.bench decode|prefill|throughput|demo`; all but the last also under torchrun, with any number of ranks."""
+"""`python -m ep_runtime.bench decode|prefill|throughput|demo|recovery`; the first three also under torchrun, with any ranks."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 
-from ep_runtime.bench import decode, demo, prefill
+from ep_runtime.bench import decode, demo, prefill, recovery
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -17,6 +17,7 @@ def main(argv: list[str] | None = None) -> None:
         "prefill": ("tokens per second of prompts", prefill.add_prefill_arguments, prefill.run_prefill),
         "throughput": ("seconds of many requests at once", prefill.add_throughput_arguments, prefill.run_throughput),
         "demo": (demo.__doc__, demo.add_arguments, demo.run),
+        "recovery": (recovery.__doc__, recovery.add_arguments, recovery.run),
     }
     for name, (text, add_arguments, run) in kinds.items():
         command = commands.add_parser(name, help=text, description=text)

@@ -20,7 +20,7 @@ from ep_runtime.bench import bandwidth
 from ep_runtime.bench.configs import CONFIGS, write_config
 from ep_runtime.bench.floor import StepBytes, WeightBytes, step_bytes, weight_bytes
 from ep_runtime.bench.steps import Arrival
-from ep_runtime.engine.main import collect_garbage_once, pick_device
+from ep_runtime.engine.main import collect_garbage, pick_device
 from ep_runtime.offline import LLM, SamplingParams
 from ep_runtime.supervise.place import read_place
 from protocol.messages import Results
@@ -129,7 +129,7 @@ def open_session(options: argparse.Namespace, *, sequences: int, length: int) ->
         same = ("dtype", "device", "forward_mode", "attention_layout", "gpu_memory_utilization", "threads")
         settings |= {field: getattr(options, field) for field in same}
         with MeasuredLLM(str(folder), **settings) as llm:
-            collect_garbage_once()
+            collect_garbage()
             yield Session(llm, measured)
 
 

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ep_runtime.engine.run_command import run_command
+from ep_runtime.engine.run_command import located, run_command
 from protocol.commands import Body, Forward, Shutdown
+from protocol.errors import EpError, EpLinkLost
 from protocol.frame import decode, encode
+from protocol.progress import Phase, ProgressPage
 from protocol.verdict import Ok, judge, judge_votes, raise_outcome
 
 if TYPE_CHECKING:
     from ep_runtime.engine.executor import Choose, Executor
     from model.batch import ForwardOutput
     from protocol.ack import Ack
+    from protocol.frame import Frame
     from protocol.links import HeadLinks
     from protocol.slots import SlotTable
 
@@ -34,6 +37,7 @@ class Broadcaster:
         epoch: int,
         version: int,
         deadline_s: float,
+        page: ProgressPage | None = None,
     ) -> None:
         self.step = 0
         self.slots = slots
@@ -43,6 +47,7 @@ class Broadcaster:
         self._epoch = epoch
         self._version = version
         self._deadline_s = deadline_s
+        self._page = ProgressPage() if page is None else page
 
     def run(
         self,
@@ -58,24 +63,37 @@ class Broadcaster:
 
         Raises:
             EpCommandFailed: it failed alike on every rank, was voted down before anything changed, or could not be sent at all.
-            EpLinkLost: the epoch is over.
+            EpLinkLost: the epoch is over. It names rank, step, command and phase; its cause is what was raised here, if anything.
         """
         array = np.asarray(tokens, dtype=np.int32)
         data = encode(command, seq_id, array, epoch=self._epoch, step=self.step, version=self._version, flags=flags)
-        deadline = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
-        self._links.send(data, deadline)
         step, self.step = self.step, self.step + 1
-        if isinstance(command, Shutdown):
-            self._links.collect(step, deadline, leaving=True)
-            return
-        frame = decode(data, version=self._version)
-        own, _ = run_command(
-            self._executor, frame, self.slots, choose or _never, lambda ballot: self._count_votes(ballot, step, deadline)
+        self._page.begin_command(step, command.cmd)
+        deadline = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
+        try:
+            self._links.send(data, deadline)
+            if isinstance(command, Shutdown):
+                self._page.enter(Phase.ACKNOWLEDGING)
+                self._links.collect(step, deadline, leaving=True)
+            else:
+                self._run_everywhere(decode(data, version=self._version), choose or _never, deadline)
+        except EpLinkLost as lost:
+            raise located(lost, 0, self._page) from (lost.__cause__ or lost)
+
+    def _run_everywhere(self, frame: Frame, choose: Choose, deadline: float) -> None:
+        """Run what has been sent on this rank, too, and judge the outcomes of all."""
+        step = frame.preamble.step
+        own, error = run_command(
+            self._executor, frame, self.slots, choose, lambda ballot: self._count_votes(ballot, step, deadline), self._page
         )
         failed_at = time.monotonic() if own.failed else None
-        acks = [own, *self._links.collect(step, deadline, failed_at=failed_at)]
-        self.last_steps = [ack.step for ack in acks]
-        raise_outcome(judge(acks))
+        self._page.enter(Phase.ACKNOWLEDGING)
+        try:
+            acks = [own, *self._links.collect(step, deadline, failed_at=failed_at)]
+            self.last_steps = [ack.step for ack in acks]
+            raise_outcome(judge(acks))
+        except EpError as outcome:
+            raise outcome from error
 
     def check(self) -> None:
         """Without waiting: raise `EpLinkLost` if a worker is gone or the epoch is over. For waits inside a command."""

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from ep_runtime.engine.host_memory import HostMemory
+from ep_runtime.engine.endable import endable
+from ep_runtime.engine.host_memory import CHECK_S, Exchange, HostMemory, share_memory
+from ep_runtime.engine.nccl import NcclGroup
+from protocol.ack import ErrorCode, error_code
+from protocol.errors import EpPeerGone
+from protocol.progress import ProgressPage
 
 if TYPE_CHECKING:
     from ep_runtime.engine.peers import Peers
@@ -25,6 +30,15 @@ if TYPE_CHECKING:
 _torch: Any = distributed
 
 WAIT_SLICE = datetime.timedelta(milliseconds=20)
+
+CONNECT_SECONDS = 10.0
+"""For ranks that are all about to connect over Gloo. A wait for one that dies just then cannot be cut short: this ends it."""
+
+STORE_SECONDS = 5.0
+"""To connect to a store that is there: torch tries for up to twice that, also where `check` has ended the wait for it."""
+
+PARKED_POLL_S = 0.05
+SETTLE_POLL_S = 100e-6
 
 
 class GroupCommunicator:
@@ -36,47 +50,61 @@ class GroupCommunicator:
     Sums gather every rank's partial and add them in rank order in float32: the same bits on all ranks, and for a row the same bits
     whatever else is in the batch, which a ring reduction does not give.
 
-    `check` raises `EpLinkLost` when the epoch is over or a rank is lost. A wait on the host calls it every 20 ms: Gloo itself
-    notices a dead peer, but not one that has failed and left.
+    `check` raises `EpLinkLost` when the epoch is over or a rank is lost. It is called every 20 ms by waits on the host, since Gloo
+    itself notices a dead peer, but not one that has failed and left, and by launches, for a forward that never waits.
     """
 
-    def __init__(self, group: Any, rank: int, world: int, device: torch.device, check: Callable[[], None]) -> None:
+    def __init__(
+        self, group: Any, rank: int, world: int, device: torch.device, check: Callable[[], None], page: ProgressPage | None = None
+    ) -> None:
         self.rank = rank
         self.world = world
-        self.launched = 0
         self.peers: PeerMemory | None = None
+        self._launched = 0
+        self._page = ProgressPage() if page is None else page
         self._shared: list[Peers] = []
         self._host: HostMemory | None = None
-        self._group = group
+        self._nccl: NcclGroup | None = group if isinstance(group, NcclGroup) else None
+        self._group = group.group if isinstance(group, NcclGroup) else group
         self._device = device
         self._check = check
+        self._checked = 0.0
         self._pending: Any = None
+
+    @property
+    def launched(self) -> int:
+        """Collectives launched so far; whoever launches one elsewhere adds it."""
+        return self._launched
+
+    @launched.setter
+    def launched(self, count: int) -> None:
+        if count > self._launched:
+            self._page.collective(count - self._launched)
+        self._launched = count
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum of all ranks' `partial`, in rank order, in `partial`'s dtype."""
-        self.launched += 1
+        self._launch()
         first, *others = self._gather(partial)
         total = first.to(torch.float32, copy=True)
         for part in others:
             total += part
         return total.to(partial.dtype)
 
-    def join_host(self, store: Any, epoch: int) -> None:
+    def join_host(self, exchange: Exchange) -> None:
         """Share memory with the other ranks of this host, so that small tensors need no sockets. Every rank calls it."""
-        self._host = HostMemory(store, epoch=epoch, rank=self.rank, world=self.world, check=self._check)
+        self._host = share_memory(exchange, rank=self.rank, world=self.world, check=self._check)
 
-    def join_peers(self, store: Any, epoch: int, dtype: torch.dtype) -> None:
-        """Show this rank's memory to the other GPUs of the host, and see theirs. Every rank calls it."""
-        from ep_runtime.engine.peers import Peers
-
-        self._shared = [Peers(self.rank, self.world, self._device, dtype, use) for use in ("sums", "logits")]
-        for peers in self._shared:
-            peers.connect(store, epoch)
-        self.peers = self._shared[0].memory
+    def join_peers(self, exchange: Exchange, peers: list[Peers]) -> None:
+        """Show this rank's memory (for sums, and for logits) to the other GPUs of the host, and see theirs. Every rank calls it."""
+        self._shared = peers
+        for memory in peers:
+            memory.connect(exchange)
+        self.peers = peers[0].memory
 
     def gather_to_head(self, shard: torch.Tensor) -> list[torch.Tensor] | None:
         """All ranks' shards in rank order on rank 0, None elsewhere. Through peer memory they come as one tensor, side by side."""
-        self.launched += 1
+        self._launch()
         if self._shared:
             from kernels.one_shot_triton import gather_rows
 
@@ -97,7 +125,7 @@ class GroupCommunicator:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's contiguous `tensor` overwrites every rank's."""
-        self.launched += 1
+        self._launch()
         if self._host is not None and self._host.fits(tensor):
             parts = self._host.exchange(tensor)
             if self.rank != 0:
@@ -105,18 +133,48 @@ class GroupCommunicator:
             return
         self._wait(self._group.broadcast(tensor, 0))
 
-    def close(self) -> None:
-        """Leave the group by dropping it.
+    def settle(self) -> None:
+        """Return when the device is done, looking at the epoch meanwhile: before anything that would wait for it blindly."""
+        if self._device.type != "cuda":
+            return
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self._device))
+        while not done.query():
+            self._look()
+            time.sleep(SETTLE_POLL_S)
 
-        An operation that is still pending on the host would keep the destructor waiting for its timeout: the group is then left
-        to a thread that does the waiting.
+    def close(self) -> None:
+        """Leave the group by dropping it, with whatever is in flight. Idempotent.
+
+        On a GPU it returns when the device is done, so that what the epoch held there can be freed. On the CPU an operation that is
+        still pending would keep the group's destructor waiting: the group is then left to a thread that does the waiting.
+
+        Raises:
+            DeviceStuckError: the device is not done in time.
         """
         for peers in self._shared:
             peers.abort()
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            self._group = None
+            nccl.leave()
+        for peers in self._shared:
+            peers.disconnect()
         self.peers, self._shared, self._host = None, [], None
         group, self._group = self._group, None
-        if self._pending is not None:
-            threading.Thread(target=_outlive, args=(group, self._pending), name="parked group", daemon=True).start()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            threading.Thread(target=_outlive, args=(group, pending), name="parked group", daemon=True).start()
+
+    def _launch(self) -> None:
+        self.launched += 1
+        self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._checked > CHECK_S:
+            self._checked = now
+            self._check()
 
     def _wait(self, work: Any) -> None:
         if self._device.type == "cuda":
@@ -158,7 +216,7 @@ def _finished(work: Any) -> bool:
 def _outlive(group: Any, pending: Any) -> None:
     """Hold the group until its last operation ends, by success, error or timeout: none of them matters any more."""
     while not pending.is_completed():
-        time.sleep(1.0)
+        time.sleep(PARKED_POLL_S)
 
 
 def open_store(host: str, world: int) -> tuple[Any, str]:
@@ -168,14 +226,14 @@ def open_store(host: str, world: int) -> tuple[Any, str]:
 
 
 def connect_store(address: str, world: int, timeout_s: float) -> Any:
-    """The store that the head opened for this epoch."""
+    """The store that the head opened for this epoch. It blocks where `endable` alone can end it."""
     host, port = address.rsplit(":", 1)
     timeout = datetime.timedelta(seconds=timeout_s)
     return _torch.TCPStore(host, int(port), world, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def form_group(
-    store: Any,
+    address: str,
     *,
     epoch: int,
     rank: int,
@@ -184,24 +242,40 @@ def form_group(
     host: str,
     timeout_s: float,
     check: Callable[[], None],
+    page: ProgressPage | None = None,
 ) -> GroupCommunicator:
-    """Join this epoch's process group.
+    """Join this epoch's process group through the store at `address`. The ranks have met before: all of them call it now.
 
     `host` is an address of this machine that the other ranks reach (loopback when all share a host); Gloo would otherwise bind what
-    the hostname resolves to.
+    the hostname resolves to. `timeout_s` ends a collective over Gloo that nothing else has ended.
 
     Raises:
-        RuntimeError: a rank did not come within `timeout_s`.
+        EpLinkLost: what `check` raised, or `EpPeerGone` when the ranks could not connect.
+        DeviceStuckError: the GPU does not finish what was launched while joining.
     """
-    prefixed = _torch.PrefixStore(f"epoch-{epoch}", store)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if device.type == "cuda":
-        options = _torch.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        group = _torch.ProcessGroupNCCL(prefixed, rank, world, options)
-    else:
-        options = _torch.ProcessGroupGloo._Options()
-        options._devices = [_torch.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timeout
-        group = _torch.ProcessGroupGloo(prefixed, rank, world, options)
-    return GroupCommunicator(group, rank, world, device, check)
+
+    def store() -> Any:
+        connected = connect_store(address, world, STORE_SECONDS)
+        connected.set_timeout(datetime.timedelta(seconds=timeout_s))
+        return _torch.PrefixStore(f"epoch-{epoch}", connected)
+
+    try:
+        if device.type == "cuda":
+            group: Any = NcclGroup(store, rank=rank, world=world, device=device, timeout_s=timeout_s, check=check)
+        else:
+            group = endable(lambda: _gloo_group(store(), rank, world, host, timeout_s), check, "joining a group")
+    except RuntimeError as error:
+        check()
+        if error_code(error) in (ErrorCode.RUNTIME, ErrorCode.LINK):
+            raise EpPeerGone(f"rank {rank} could not join the group of epoch {epoch}: {error}") from error
+        raise
+    return GroupCommunicator(group, rank, world, device, check, page)
+
+
+def _gloo_group(store: Any, rank: int, world: int, host: str, timeout_s: float) -> Any:
+    options = _torch.ProcessGroupGloo._Options()
+    options._devices = [_torch.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
+    group = _torch.ProcessGroupGloo(store, rank, world, options)
+    group._set_default_timeout(datetime.timedelta(seconds=timeout_s))
+    return group

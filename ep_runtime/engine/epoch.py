@@ -1,7 +1,8 @@
 """One epoch of one rank: links, handshake, communicator, state, and the loop that it runs.
 
 Both ends go the same way: connect the links, agree on the blocks of the cache, compare fingerprints, form the tensor group,
-allocate.
+allocate. Whoever leaves closes its links first: a collective that is cut short has computed garbage, and the head must see that the
+rank has left before it could read that.
 """
 
 from __future__ import annotations
@@ -13,28 +14,36 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
+from typing import Annotated
 
 import msgspec
 import torch
 
 from ep_runtime.engine import host_memory
 from ep_runtime.engine.broadcast import Broadcaster
-from ep_runtime.engine.comm import connect_store, form_group
+from ep_runtime.engine.comm import form_group
 from ep_runtime.engine.executor import EpochCommunicator, Executor
+from ep_runtime.engine.host_memory import Exchange
 from ep_runtime.engine.rank import RankModel
 from ep_runtime.engine.worker import Worker
 from model.base import SingleRank
 from model.state.registry import StateRegistry
+from protocol.errors import EpFrameCorrupt, brief
 from protocol.handshake import Fingerprint, head_handshake, worker_handshake
 from protocol.links import HeadLinks, WorkerLink
 from protocol.listener import Listener
 from protocol.messages import MESSAGES_VERSION
+from protocol.progress import ProgressPage
 from protocol.slots import SlotLimits, SlotTable
 
 log = logging.getLogger(__name__)
 
 DISTRIBUTION = "ep-runtime"
+
+BACKSTOP_SECONDS = 5.0
+"""Beyond a command's deadline, before the head itself gives up: the coordinator, who sees every rank, judges first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +106,11 @@ class RankEpoch:
 
 
 def open_head(
-    rank: RankModel, place: EpochPlace, listener: Listener | None, closed: Callable[[], bool]
+    rank: RankModel,
+    place: EpochPlace,
+    listener: Listener | None,
+    closed: Callable[[], bool],
+    page: ProgressPage | None = None,
 ) -> tuple[RankEpoch, Broadcaster, HeadLinks]:
     """The head's end of a new epoch; `listener` waits where `place.links` says, and is None in a world of one.
 
@@ -120,12 +133,7 @@ def open_head(
                 version=config.protocol,
             )
         undo.callback(links.close)
-        offers = [rank.plan.num_blocks, *(msgspec.msgpack.decode(blob, type=int) for blob in links.collect_blobs(deadline))]
-        num_blocks = min(offers)
-        links.send_blob(msgspec.msgpack.encode(num_blocks), deadline)
-        head_handshake(links, own_fingerprint(rank, place, num_blocks), deadline)
-        comm = _communicator(rank, place, links.check)
-        epoch = RankEpoch(rank, place, comm, num_blocks)
+        epoch = _join(rank, place, links, partial(head_handshake, links), deadline, page)
         undo.pop_all()
     broadcaster = Broadcaster(
         epoch.executor,
@@ -133,12 +141,15 @@ def open_head(
         epoch.slots,
         epoch=place.epoch,
         version=config.protocol,
-        deadline_s=config.command_timeout,
+        deadline_s=config.command_timeout + BACKSTOP_SECONDS,
+        page=page,
     )
     return epoch, broadcaster, links
 
 
-def open_worker(rank: RankModel, place: EpochPlace, closed: Callable[[], bool]) -> tuple[RankEpoch, Worker, WorkerLink]:
+def open_worker(
+    rank: RankModel, place: EpochPlace, closed: Callable[[], bool], page: ProgressPage | None = None
+) -> tuple[RankEpoch, Worker, WorkerLink]:
     """A worker's end of a new epoch. Raises as `open_head`."""
     config = rank.config
     deadline = time.monotonic() + config.handshake_timeout
@@ -153,13 +164,43 @@ def open_worker(rank: RankModel, place: EpochPlace, closed: Callable[[], bool]) 
     )
     with ExitStack() as undo:
         undo.callback(link.close)
-        link.send_blob(msgspec.msgpack.encode(rank.plan.num_blocks), deadline)
-        num_blocks = msgspec.msgpack.decode(link.receive_blob(deadline), type=int)
-        worker_handshake(link, own_fingerprint(rank, place, num_blocks), deadline)
-        comm = _communicator(rank, place, link.check)
+        epoch = _join(rank, place, link, partial(worker_handshake, link), deadline, page)
+        undo.pop_all()
+    return epoch, Worker(epoch.executor, link, version=config.protocol, device=rank.device, page=page), link
+
+
+def _join(
+    rank: RankModel,
+    place: EpochPlace,
+    link: HeadLinks | WorkerLink,
+    handshake: Callable[[Fingerprint, float], None],
+    deadline: float,
+    page: ProgressPage | None,
+) -> RankEpoch:
+    """What follows on either end: the ranks agree on the blocks, compare themselves, and form the group."""
+
+    def exchange(own: bytes) -> list[bytes]:
+        shares = link.exchange(own, deadline)
+        if len(shares) != place.world:
+            raise EpFrameCorrupt(f"{len(shares)} ranks gave their share, of {place.world}")
+        return shares
+
+    num_blocks = min(_offer(number, blob) for number, blob in enumerate(exchange(msgspec.msgpack.encode(rank.plan.num_blocks))))
+    handshake(own_fingerprint(rank, place, num_blocks), deadline)
+    comm = _communicator(rank, place, exchange, link.check, page)
+    with ExitStack() as undo:
+        undo.callback(comm.close)
         epoch = RankEpoch(rank, place, comm, num_blocks)
         undo.pop_all()
-    return epoch, Worker(epoch.executor, link, version=config.protocol, device=rank.device), link
+    return epoch
+
+
+def _offer(rank: int, blob: bytes) -> int:
+    """The blocks that a rank has room for."""
+    try:
+        return msgspec.msgpack.decode(blob, type=Annotated[int, msgspec.Meta(ge=0)])
+    except (msgspec.DecodeError, msgspec.ValidationError) as fault:
+        raise EpFrameCorrupt(f"offer of blocks of rank {rank}: {brief(fault)}") from fault
 
 
 def own_fingerprint(rank: RankModel, place: EpochPlace, num_blocks: int) -> Fingerprint:
@@ -188,25 +229,31 @@ def own_fingerprint(rank: RankModel, place: EpochPlace, num_blocks: int) -> Fing
     )
 
 
-def _communicator(rank: RankModel, place: EpochPlace, check: Callable[[], None]) -> EpochCommunicator:
+def _communicator(
+    rank: RankModel, place: EpochPlace, exchange: Exchange, check: Callable[[], None], page: ProgressPage | None
+) -> EpochCommunicator:
     if place.world == 1:
         return LoneRank()
-    timeout = rank.config.handshake_timeout
-    store = connect_store(place.store, place.world, timeout)
+    exchange(b"")  # from here on every rank is there: what cannot be cut short takes no longer than connecting
     group = form_group(
-        store,
+        place.store,
         epoch=place.epoch,
         rank=rank.parallel.rank,
         world=place.world,
         device=rank.device,
         host=place.host,
-        timeout_s=max(rank.config.command_timeout, rank.config.warm_timeout),
+        timeout_s=max(rank.config.command_timeout, rank.config.warm_timeout) + BACKSTOP_SECONDS,
         check=check,
+        page=page,
     )
-    if rank.device.type == "cuda" and rank.config.forward_mode != "reference" and place.one_host:
-        group.join_peers(store, place.epoch, rank.dtype)
-    if rank.device.type == "cpu" and place.one_host and host_memory.available():
-        group.join_host(store, place.epoch)
+    with ExitStack() as undo:
+        undo.callback(group.close)
+        if rank.device.type == "cuda" and rank.config.forward_mode != "reference" and place.one_host:
+            peers = rank.resident.peers(rank.parallel.rank, place.world, rank.device, rank.dtype)
+            group.join_peers(exchange, peers)
+        if rank.device.type == "cpu" and place.one_host and host_memory.available():
+            group.join_host(exchange)
+        undo.pop_all()
     return group
 
 

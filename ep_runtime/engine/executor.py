@@ -14,12 +14,15 @@ import numpy as np
 import torch
 
 from ep_runtime.engine.block_tables import BlockTables
+from ep_runtime.engine.digest import StateDigest, log_slots
 from ep_runtime.engine.graphs import DecodeGraphs
 from ep_runtime.engine.staging import upload
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
-from protocol.commands import Alloc, Copy, Forward, Wanted, Warm
+from model.state.checksum import mix
+from protocol.commands import Alloc, Copy, Digest, Forward, Wanted, Warm
 from protocol.preamble import RECORD_ROUTING
+from protocol.sections import pack_sections
 from protocol.slots import (
     Change,
     SequenceState,
@@ -27,9 +30,10 @@ from protocol.slots import (
     SlotStatus,
     SlotTable,
     apply,
+    check_integrity,
     check_tokens,
     prepare,
-    table_digest,
+    table_sections,
 )
 
 log = logging.getLogger(__name__)
@@ -117,20 +121,33 @@ class Executor:
                 self._copy(frame.preamble.seq_id, command)
             case Warm():
                 self._warm(command)
+            case Digest(report=True):
+                log_slots(self.comm.rank, slots)
             case _:
                 pass  # the others move the table alone, or nothing
 
     def close(self) -> None:
-        """Leave the communicator and drop the graphs."""
+        """Leave the communicator, after which nothing runs on the device, and drop the graphs."""
+        self.comm.close()
         if self._graphs is not None:
             self._graphs.close()
-        self.comm.close()
 
-    def digest(self, slots: SlotTable) -> int:
-        """A u64 of the slot table, the live recurrent states and the last recorded routing: equal on ranks that agree."""
+    def digest(self, slots: SlotTable) -> StateDigest:
+        """What this rank holds: the slot table, the live recurrent states and the last recorded routing.
+
+        When no slot is held, the table's index of blocks and the state's tensors are checked, too.
+
+        Raises:
+            EpDiverged: the index does not add up.
+            RuntimeError: a tensor is not as declared.
+        """
         # A failed forward leaves its slots' state as each rank had got to: unknown, and not to be compared.
-        live = [(s.slot, s.length, None) for s in slots if s is not None and s.status is SlotStatus.ACTIVE]
-        return table_digest(slots) ^ self._state.digest(live) ^ self._routing_digest
+        live = [s.slot for s in slots if s is not None and s.status is SlotStatus.ACTIVE]
+        sections = table_sections(slots) | self._state.sections(live) | {"routing": self._routing_digest}
+        if all(state is None for state in slots):
+            check_integrity(slots, self.limits)
+            self._state.check_integrity()
+        return StateDigest(mix(sections.values()), pack_sections(sections))
 
     def _forward(self, frame: Frame, command: Forward, slots: SlotTable, choose: Choose) -> None:
         routing = bool(frame.preamble.flags & RECORD_ROUTING)
@@ -140,6 +157,7 @@ class Executor:
             batch.routing = routing
             output = self._model.forward(batch, self._state, self.comm)
         if output.routing is not None:
+            self.comm.settle()
             self._routing_digest = _tensor_digest(output.routing)
         if any(span.wanted is not Wanted.NONE for span in command.spans):
             tokens = choose(output, command)

@@ -102,6 +102,7 @@ class DecodeGraphs:
         inputs = torch.tensor([[IDLE[name]] * rows for name in FIELDS], dtype=torch.int64, device=self._last_tokens.device)
         # Compiles kernels, sizes workspaces and connects ranks, none of which a capture may do.
         self._forward(inputs)
+        self._comm.settle()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         launched = self._comm.launched
@@ -147,4 +148,5 @@ class DecodeGraphs:
 def captured_everywhere(captured: Sequence[bool], comm: Communicator, device: torch.device) -> list[bool]:
     """For each capture, whether it succeeded on all ranks. One collective, whatever happened here."""
     counts = comm.reduce(torch.tensor(captured, dtype=torch.float32, device=device))
+    comm.settle()
     return [count == comm.world for count in counts.tolist()]

@@ -1,7 +1,8 @@
 """The head's loop: plan a step, broadcast it, run it, read the results of the step before.
 
 Step n+1 is planned and launched while step n is on the device; results are read when they are ready, and awaited only when two
-steps are under way. On a CPU a launched step is a finished one, so its results are read before the next plan is made.
+steps are under way. On a CPU a launched step is a finished one, so its results are read before the next plan is made. A suspect's
+step is alone on the device, and the progress page names it meanwhile.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from typing import TYPE_CHECKING
 
 from ep_runtime.engine.broadcast import Broadcaster
 from ep_runtime.engine.pending import PendingStep
+from ep_runtime.engine.port import FrontendLost, Received, Undecodable
 from ep_runtime.engine.requests import RequestTable
 from ep_runtime.engine.sampling.checks import mask_fault, submission_fault
 from ep_runtime.engine.step_sampling import StepSampling
-from ep_runtime.scheduler.core import Plan
+from ep_runtime.scheduler.core import Plan, SchedulerError
 from ep_runtime.scheduler.results import refused
 from protocol.commands import BATCH, Alloc, Digest, Free, Ping, Shutdown, Warm, forward_command
-from protocol.errors import EpCommandFailed
-from protocol.messages import Abort, EngineStats, Mask, Results, SequenceUpdate, Submit, ToEngine
+from protocol.errors import EpCommandFailed, EpDiverged, EpLinkLost
+from protocol.messages import Abort, EngineStats, Mask, Results, SequenceUpdate, Submit, Takeover
 from protocol.preamble import RECORD_ROUTING
+from protocol.progress import Phase, ProgressPage
 
 if TYPE_CHECKING:
     from ep_runtime.engine.port import Port
@@ -42,6 +45,12 @@ POLL_S = 20e-6
 PING_INTERVAL_S = 1.0
 SIGN_OF_LIFE_S = 1.0
 
+MASK_GATHER_S = 0.001
+"""How long the next mask is waited for after one came, when all requests have grammars: rows that drift apart take many steps."""
+
+REPORT_DEADLINE_S = 1.0
+"""For the ranks to log their slot tables once they have diverged."""
+
 
 class Head:
     """Owns the scheduler and drives every rank, its own included, by commands alone."""
@@ -57,6 +66,7 @@ class Head:
         digest_interval: int = 0,
         read_when_ready: bool = True,
         mask_deadline_s: float = 30.0,
+        page: ProgressPage | None = None,
         check_epoch: Callable[[], None] = lambda: None,
         announce: Callable[[], None] = lambda: None,
     ) -> None:
@@ -70,6 +80,7 @@ class Head:
         self._read_when_ready = read_when_ready
         self._in_flight: deque[PendingStep] = deque()
         self._mask_deadline_s = mask_deadline_s
+        self._page = page if page is not None else ProgressPage()
         self._check_epoch = check_epoch
         self._announce = announce
         self._last_announce = -SIGN_OF_LIFE_S
@@ -77,7 +88,10 @@ class Head:
         self._last_publish = 0.0
         self._forwards = 0
         self._sampling_slots: set[int] = set()
+        self._resting = False
+        self._checked = True
         self._leaving = False
+        self._owner = ""
 
     def warm(self, buckets: list[int], deadline_s: float) -> None:
         """Have every rank connect, compile and capture before the first request, within `deadline_s` seconds."""
@@ -87,9 +101,9 @@ class Head:
         """Serve until `stopping()`; finish what runs while `grace_left()` seconds last; then `shutdown`."""
         while not stopping():
             self.turn()
-        while not self.idle and grace_left() > 0:
+        while not self.idle and (grace := grace_left()) > 0:
             self._check_epoch()
-            self.turn(idle_wait_s=0.0)
+            self.turn(idle_wait_s=min(grace, IDLE_WAIT_S))
         self.shutdown()
 
     @property
@@ -99,15 +113,26 @@ class Head:
 
     def turn(self, idle_wait_s: float = IDLE_WAIT_S) -> None:
         """Receive, read what is ready, launch at most one step; waits only when there is nothing to launch."""
+        try:
+            self._turn(idle_wait_s)
+        except EpDiverged:
+            self._report_tables()
+            raise
+
+    def _turn(self, idle_wait_s: float) -> None:
         now = time.monotonic()
-        if now - self._last_announce >= SIGN_OF_LIFE_S:
+        if now - self._last_announce >= SIGN_OF_LIFE_S and not self._port.congested:
             # A frontend that started later learns of this epoch from the repetition.
             self._last_announce = now
             self._announce()
-        self._receive(idle_wait_s if self.idle else 0.0)
+        self._receive(idle_wait_s if self._resting else 0.0)
+        while not self._in_flight and self.requests.more_masks_coming(time.monotonic() - MASK_GATHER_S):
+            self._receive(MASK_GATHER_S)
+        self._reject_late_masks()
         while self._in_flight and self._read_when_ready and self._in_flight[0].ready():
             self._read()
-        plan = self._scheduler.plan() if len(self._in_flight) < LOOKAHEAD else None
+        plan = self._scheduler.plan() if self._may_launch() else None
+        self._resting = plan is None and not self._in_flight
         if plan is not None:
             self._launch(plan)
         elif self._in_flight:
@@ -131,7 +156,7 @@ class Head:
             self._accept(message)
         self._publish(self._scheduler.drain_updates())
 
-    def _accept(self, message: ToEngine) -> None:
+    def _accept(self, message: Received) -> None:
         match message:
             case Submit():
                 self._submit(message)
@@ -139,10 +164,26 @@ class Head:
                 self._scheduler.abort(message.request_ids)
             case Mask():
                 fault = mask_fault(message.mask)
-                if fault is None:
-                    self.requests.set_mask(message)
-                else:
+                if fault is not None:
                     self._scheduler.reject([message.request_id], fault)
+                elif self._scheduler.allow(message.request_id, message.index):
+                    self.requests.set_mask(message, time.monotonic())
+            case Undecodable():
+                self._refuse(message)
+            case FrontendLost():
+                log.warning("the frontend is gone; its %d requests are aborted", len(self.requests.ids()))
+                self._scheduler.abort(self.requests.ids())
+            case Takeover():
+                self._owner = message.prefix
+                self._scheduler.abort([name for name in self.requests.ids() if not name.startswith(self._owner)])
+
+    def _refuse(self, message: Undecodable) -> None:
+        """Answer the request that a broken message names. A second submission does not end the first, and nothing revives."""
+        if message.request_id not in self.requests:
+            if message.kind != "Mask":
+                self._publish([refused(message.request_id, message.fault, 400)])
+        elif message.kind != "Submit":
+            self._scheduler.reject([message.request_id], message.fault, 400)
 
     def _submit(self, message: Submit) -> None:
         """Take a request or answer it at once. An id names one request until its terminal event has gone out."""
@@ -156,6 +197,9 @@ class Head:
         answer = None
         if self._leaving:
             answer = refused(request_id, "the engine is ending", 503)
+        elif not request_id.startswith(self._owner):
+            # What a frontend had sent before it died may arrive behind its successor's first word.
+            answer = refused(request_id, "its frontend is gone", 503)
         elif (fault := submission_fault(message, self._sampler.vocab_size)) is not None:
             answer = refused(request_id, fault, 400)
         else:
@@ -167,18 +211,36 @@ class Head:
 
     # Launching
 
+    def _may_launch(self) -> bool:
+        """Whether another step may be planned: one that is under way less, and results that somebody takes."""
+        if len(self._in_flight) >= LOOKAHEAD:
+            return False
+        return self._leaving or not self._port.congested
+
     def _launch(self, plan: Plan) -> None:
         self._last_command = time.monotonic()
+        self._checked = False
+        if plan.alone:
+            self._read_all()
         for slot in plan.frees:
             self._broadcaster.run(Free(), slot)
             if slot in self._sampling_slots:
                 self._sampling_slots.remove(slot)
                 self._sampler.stop(slot)
-        if not self._allocate(plan):
-            return
-        self._scheduler.launched(plan)
-        if plan.spans:
-            self._forward(plan)
+        if plan.alone:
+            self._page.set_alone(plan.owners[0])
+        digest_due = False
+        if self._allocate(plan):
+            self._scheduler.launched(plan)
+            if plan.spans:
+                digest_due = self._forward(plan)
+        if plan.alone:
+            if self._in_flight:
+                self._await(self._in_flight[0])
+            self._page.set_alone("")
+            self._read_all()
+        if digest_due:
+            self._compare()
 
     def _allocate(self, plan: Plan) -> bool:
         """ALLOC every new slot. A request whose ALLOC is voted down gets the error, and the plan is made again without it."""
@@ -203,29 +265,39 @@ class Head:
             self._sampling_slots.add(alloc.slot)
         return True
 
-    def _forward(self, plan: Plan) -> None:
+    def _forward(self, plan: Plan) -> bool:
+        """Launch the plan's rows. True when the ranks are to be compared after it."""
         command = forward_command(list(plan.spans))
         digest_due = self._digest_interval > 0 and self._forwards % self._digest_interval == self._digest_interval - 1
         self._forwards += 1
         flags = RECORD_ROUTING if digest_due else 0
-        sampling = StepSampling(plan, self._sampler, self.requests, self._await_masks)
+        sampling = StepSampling(plan, self._sampler, self.requests)
         try:
             self._broadcaster.run(command, BATCH, tokens=plan.tokens, choose=sampling.choose, flags=flags)
         except EpCommandFailed as error:
             log.warning("step failed on every rank and is recomputed: %s", error)
             self._publish(self._scheduler.fail(plan, str(error)))
-            return
+            return False
         self._in_flight.append(sampling.pending())
-        if digest_due:
-            self._broadcaster.run(Digest(), BATCH)
+        return digest_due
 
     # Reading
 
-    def _read(self) -> None:
-        pending = self._in_flight[0]
+    def _await(self, pending: PendingStep) -> None:
+        """Return when the step's results are on the host, and of an epoch that is still open.
+
+        An epoch is closed before its collectives are aborted: what was computed since may be garbage, and is not looked at.
+        """
+        if not pending.ready():
+            self._page.enter(Phase.READING)
         while not pending.ready():
             self._check_epoch()
             time.sleep(POLL_S)
+        self._check_epoch()
+
+    def _read(self) -> None:
+        pending = self._in_flight[0]
+        self._await(pending)
         self._in_flight.popleft()
         result, failures = pending.read()
         for request_id, message in failures:
@@ -239,12 +311,14 @@ class Head:
     def _publish(self, updates: list[SequenceUpdate]) -> None:
         """Hand on updates, at most one message a step; without any, a sign of life once a second."""
         now = time.monotonic()
-        if not updates and now - self._last_publish < SIGN_OF_LIFE_S:
+        if not updates and (now - self._last_publish < SIGN_OF_LIFE_S or self._port.congested):
             return
         self._last_publish = now
         for update in updates:
             if update.finish is not None:
                 self.requests.remove(update.request_id)
+            elif update.tokens:
+                self.requests.expect_mask(update.request_id, now)
         self._port.publish(Results(epoch=self.epoch, updates=updates, stats=self._stats()))
 
     def _stats(self) -> EngineStats:
@@ -252,23 +326,53 @@ class Head:
 
     # Waiting
 
-    def _await_masks(self, needed: list[tuple[str, int]]) -> None:
-        """Return when every needed mask is here or its request is over.
-
-        A mask depends on the token before, so the results of earlier steps go out first.
-        """
-        self._read_all()
-        deadline = time.monotonic() + self._mask_deadline_s
-        while missing := self.requests.missing_masks(needed):
-            self._check_epoch()
-            self._broadcaster.check()
-            if time.monotonic() > deadline:
-                for request_id, index in missing:
-                    text = f"the grammar's mask for token {index} did not come within {self._mask_deadline_s:g} s"
-                    self._scheduler.reject([request_id], text)
-            self._receive(IDLE_WAIT_S)
+    def _reject_late_masks(self) -> None:
+        """A row waits for its own mask alone, and not for ever."""
+        now = time.monotonic()
+        if self._port.congested:
+            # What asks for the masks waits here.
+            self.requests.restart_clocks(now)
+        for request_id in self.requests.late_masks(now - self._mask_deadline_s):
+            text = f"the grammar's mask for the next token did not come within {self._mask_deadline_s:g} s"
+            self._scheduler.reject([request_id], text)
 
     def _rest(self) -> None:
-        if time.monotonic() - self._last_command >= PING_INTERVAL_S:
+        """Nothing can be launched and nothing is under way: keep in touch with the ranks, and compare them once after work."""
+        self._page.enter(Phase.WAITING)
+        if time.monotonic() - self._last_command < PING_INTERVAL_S:
+            return
+        self._last_command = time.monotonic()
+        if self._checked or not self.idle:
             self._broadcaster.run(Ping(), BATCH)
-            self._last_command = time.monotonic()
+            return
+        self._checked = True
+        self._compare()
+        self._check_books()
+
+    # Divergence
+
+    def _compare(self) -> None:
+        """Have every rank say what it holds; EpDiverged, naming the sections and the ranks, when they differ."""
+        try:
+            self._broadcaster.run(Digest(), BATCH)
+        except EpCommandFailed as error:
+            raise EpDiverged(f"no rank can say what it holds: {error}") from error
+
+    def _check_books(self) -> None:
+        """EpDiverged when something is left, or does not add up, in what the head keeps while no request lives."""
+        try:
+            self._scheduler.check_integrity()
+            self._sampler.check_integrity()
+            self.requests.check_integrity(self._scheduler.live())
+        except (SchedulerError, AssertionError, ValueError) as error:
+            raise EpDiverged(f"the head's books do not add up when idle: {error}") from error
+        held = {state.slot for state in self._broadcaster.slots if state is not None}
+        if held or self._sampling_slots:
+            raise EpDiverged(f"no request lives, but slots {sorted(held)} are held, and {sorted(self._sampling_slots)} sample")
+
+    def _report_tables(self) -> None:
+        """Have every rank that still answers log its slot table. The epoch is over, whatever comes of it."""
+        try:
+            self._broadcaster.run(Digest(report=True), BATCH, deadline_s=REPORT_DEADLINE_S)
+        except (EpCommandFailed, EpLinkLost) as error:
+            log.warning("after the divergence: %s", error)

@@ -13,22 +13,27 @@ import logging
 import mmap
 import os
 import platform
-import tempfile
+import secrets
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 
 log = logging.getLogger(__name__)
 
+Exchange = Callable[[bytes], list[bytes]]
+"""Gives this rank's bytes to every rank and returns everybody's, in rank order, when all have given theirs."""
+
 HALF_BYTES = 8 << 20
 """Of one rank's half; larger tensors go through sockets."""
 
 COUNTER_BYTES = 64
 """A cache line each, so that waiting for one rank does not slow another's counter down."""
+
+NONCE_BYTES = 16
+"""At the end of the memory: what a rank has mapped is what the head offered, and not what bears the same name to it."""
 
 SPINS = 200
 """Looks at a counter before the core is offered to others: about what a short collective takes, where every rank has a core."""
@@ -48,15 +53,14 @@ def available() -> bool:
 class HostMemory:
     """One rank's view of the shared regions. `check` raises when the epoch is over; a wait calls it every 20 ms."""
 
-    def __init__(self, store: Any, *, epoch: int, rank: int, world: int, check: Callable[[], None]) -> None:
+    def __init__(self, memory: mmap.mmap, *, rank: int, world: int, check: Callable[[], None]) -> None:
         self._rank = rank
         self._world = world
         self._check = check
         self._turn = 0
-        self._memory = _share(store, f"host-memory-{epoch}", rank, world, world * (COUNTER_BYTES + 2 * HALF_BYTES))
-        counters = np.frombuffer(self._memory, dtype=np.int64, count=world * COUNTER_BYTES // 8)
+        counters = np.frombuffer(memory, dtype=np.int64, count=world * COUNTER_BYTES // 8)
         self._counters = counters[:: COUNTER_BYTES // 8]
-        regions = torch.frombuffer(self._memory, dtype=torch.uint8, offset=world * COUNTER_BYTES)
+        regions = torch.frombuffer(memory, dtype=torch.uint8, offset=world * COUNTER_BYTES, count=world * 2 * HALF_BYTES)
         self._halves = regions.view(world, 2, HALF_BYTES)
 
     def fits(self, tensor: torch.Tensor) -> bool:
@@ -93,50 +97,62 @@ class HostMemory:
                 time.sleep(NAP_S)
 
 
-def _share(store: Any, name: str, rank: int, world: int, size: int) -> mmap.mmap:
-    """The same zeroed memory on every rank. Its file has no name any more when this ends on rank 0, by an error too."""
-    if rank != 0:
-        memory = _map(os.open(store.get(name).decode(), os.O_RDWR), size)
-        store.set(f"{name}-opened-{rank}", b"1")
-        return memory
-    descriptor, path = _reserve(size)
-    try:
-        memory = _map(descriptor, size)
-        store.set(name, path)
-        for other in range(1, world):
-            store.get(f"{name}-opened-{other}")
-    finally:
-        os.unlink(path)
-    return memory
+def share_memory(exchange: Exchange, *, rank: int, world: int, check: Callable[[], None]) -> HostMemory | None:
+    """Zeroed memory of all ranks, which every rank asks for; None on all of them when any of them cannot map it.
 
-
-def _reserve(size: int) -> tuple[int, str]:
-    """A new file of `size` zero bytes: in /dev/shm, or where that has no room (64 MiB in a container), in the temporary folder.
-
-    The bytes are taken at once: touching a page that the file system cannot give would kill the process.
+    It has no name in any file system: it ends with the last process that maps it, however that ends.
     """
-    shared = Path("/dev/shm")
-    try:
-        return _new_file(shared if shared.is_dir() else None, size)
-    except OSError as error:
-        log.warning("no %d bytes of shared memory in %s: %s", size, shared, error)
-        return _new_file(None, size)
+    with ExitStack() as until_mapped:
+        memory, offer = None, b""
+        if rank == 0:
+            memory, descriptor, offer = _offer(_size(world))
+            until_mapped.callback(os.close, descriptor)
+        offered = exchange(offer)[0]
+        if rank != 0:
+            memory = _map_offered(offered, _size(world))
+        mapped = exchange(b"" if memory is None else b"mapped")
+    missing = [str(number) for number, said in enumerate(mapped) if not said]
+    if missing:
+        if rank == 0:
+            log.warning("ranks %s cannot map shared memory: sums go through sockets", ", ".join(missing))
+        return None
+    assert memory is not None
+    return HostMemory(memory, rank=rank, world=world, check=check)
 
 
-def _new_file(folder: Path | None, size: int) -> tuple[int, str]:
-    descriptor, path = tempfile.mkstemp(prefix="ep_runtime-", dir=folder)
+def _size(world: int) -> int:
+    return world * (COUNTER_BYTES + 2 * HALF_BYTES) + NONCE_BYTES
+
+
+def _offer(size: int) -> tuple[mmap.mmap | None, int, bytes]:
+    """New memory, its descriptor, and how another process finds it: the nonce at its end, then a path. No memory: empty words.
+
+    Its bytes are taken at once: touching a page that the system cannot give would kill the process.
+    """
+    descriptor = os.memfd_create("ep_runtime-sums", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, size)
-    except OSError:
-        os.close(descriptor)
-        os.unlink(path)
-        raise
-    return descriptor, path
+        memory = mmap.mmap(descriptor, size)
+    except OSError as error:
+        log.warning("no %d bytes of shared memory: %s", size, error)
+        return None, descriptor, b""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    memory[size - NONCE_BYTES :] = nonce
+    return memory, descriptor, nonce + f"/proc/{os.getpid()}/fd/{descriptor}".encode()
 
 
-def _map(descriptor: int, size: int) -> mmap.mmap:
-    """The file's memory; the descriptor is closed."""
+def _map_offered(offer: bytes, size: int) -> mmap.mmap | None:
+    """The head's memory; None where it offers none, or where this process finds something else by that name."""
+    nonce, path = offer[:NONCE_BYTES], offer[NONCE_BYTES:].decode()
+    if not path:
+        return None
     try:
-        return mmap.mmap(descriptor, size)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        log.warning("%s: %s", path, error)
+        return None
+    try:
+        memory = mmap.mmap(descriptor, size) if os.fstat(descriptor).st_size == size else None
     finally:
         os.close(descriptor)
+    return memory if memory is not None and memory[size - NONCE_BYTES :] == nonce else None

@@ -1,20 +1,24 @@
 """Memory that the GPUs of one host show each other, for the reductions of `kernels.one_shot_triton`.
 
-Each rank allocates a buffer and signals, and sends CUDA IPC handles to the others through the epoch's store. `connect` clears the
-counters and fills the device tables in place, so that graphs that read them stay valid when it is called again.
+Each rank allocates a buffer and signals once for the life of its process: a peer that leaves an epoch late may still write into
+them, and must not meet another tensor there. In each epoch the ranks exchange CUDA IPC handles, `connect` clears the counters and
+fills the device tables in place, so that graphs that read them stay valid.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import torch
 
+from ep_runtime.engine.host_memory import Exchange
 from kernels.one_shot_triton import PROGRAMS, PeerMemory
+from protocol.errors import EpPeerGone
 
 BUFFER_BYTES = {"sums": 64 << 20, "logits": 128 << 20}
 """By use. Logits: 256 rows of a two-rank shard of a vocabulary of 150,000 in bfloat16, twice."""
+
+_EVENT_WAIT = 6
+"""Place, in a handle, of whether its reader waits for an event of the writer: both have waited for their devices instead."""
 
 
 class Peers:
@@ -22,7 +26,6 @@ class Peers:
 
     def __init__(self, rank: int, world: int, device: torch.device, dtype: torch.dtype, use: str) -> None:
         self._rank = rank
-        self._use = use
         self._world = world
         self._device = device
         self._buffer = torch.zeros(BUFFER_BYTES[use], dtype=torch.uint8, device=device)
@@ -30,6 +33,7 @@ class Peers:
         self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         self._tables = torch.zeros(2, world, dtype=torch.int64, device=device)
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._handles = [_handle(tensor) for tensor in (self._buffer, self._signals)]
         self._opened: list[torch.UntypedStorage] = []
         self.memory = PeerMemory(
             rank=rank,
@@ -41,40 +45,46 @@ class Peers:
             capacity=BUFFER_BYTES[use] // 2 // dtype.itemsize,
         )
 
-    def connect(self, store: Any, epoch: int) -> None:
-        """Exchange handles through the epoch's store and fill the tables. Every rank calls it; none may reduce before it returns.
+    def connect(self, exchange: Exchange) -> None:
+        """Show the memory to the others of this epoch and see theirs. Every rank calls it; none may reduce before it returns.
 
-        Raises:
-            RuntimeError: a peer did not come within the store's timeout, or its memory cannot be mapped.
+        The device must be done with the epoch before. Raises `EpPeerGone` when a peer's memory cannot be mapped.
         """
+        self.disconnect()
         self._abort.zero_()
         self._signals.zero_()
         self._turns.zero_()
         torch.cuda.synchronize(self._device)
-        own = [list(tensor.untyped_storage()._share_cuda_())[1:] for tensor in (self._buffer, self._signals)]
-        store.set(f"peers-{self._use}-{epoch}-{self._rank}", msgspec.msgpack.encode(own))
-        self._opened = []
+        shown = [msgspec.msgpack.decode(blob) for blob in exchange(msgspec.msgpack.encode(self._handles))]
         addresses = torch.zeros(2, self._world, dtype=torch.int64)
         for rank in range(self._world):
             for kind, tensor in enumerate((self._buffer, self._signals)):
-                addresses[kind, rank] = tensor.data_ptr() if rank == self._rank else self._open(store, epoch, rank, kind)
+                addresses[kind, rank] = tensor.data_ptr() if rank == self._rank else self._open(rank, shown[rank][kind])
         self._tables.copy_(addresses)
         torch.cuda.synchronize(self._device)
-        self._meet(store, epoch)
+        exchange(b"")  # an early signal would be lost: it may come when every rank has cleared its counters
 
     def abort(self) -> None:
         """End every wait of this rank's kernels, now and from now on, until the next `connect`."""
         self._abort.fill_(1)
 
-    def _open(self, store: Any, epoch: int, rank: int, kind: int) -> int:
-        handle = msgspec.msgpack.decode(store.get(f"peers-{self._use}-{epoch}-{rank}"))[kind]
+    def disconnect(self) -> None:
+        """Close the view of the others' memory. The device must be done: its kernels may write there until then."""
+        self._opened.clear()
+
+    def _open(self, rank: int, handle: list[object]) -> int:
         # The storage is opened for this rank's device, which reaches the peer's memory over the link between them.
-        storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *handle)
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *handle)
+        except RuntimeError as error:
+            torch.cuda.synchronize(self._device)  # raises, if it is this device that has failed
+            raise EpPeerGone(f"the memory of rank {rank} cannot be mapped: {error}") from None
         self._opened.append(storage)
         return int(storage.data_ptr())
 
-    def _meet(self, store: Any, epoch: int) -> None:
-        """Return when every rank has cleared its counters: an early signal would be lost."""
-        store.set(f"peers-{self._use}-met-{epoch}-{self._rank}", b"1")
-        for rank in range(self._world):
-            store.get(f"peers-{self._use}-met-{epoch}-{rank}")
+
+def _handle(tensor: torch.Tensor) -> list[object]:
+    """How another process opens the tensor's memory: torch's IPC tuple without the device."""
+    handle: list[object] = list(tensor.untyped_storage()._share_cuda_())[1:]
+    handle[_EVENT_WAIT] = False
+    return handle

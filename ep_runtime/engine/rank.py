@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from ep_runtime.config import RuntimeConfig
+from ep_runtime.engine.footprint import memory_needs
+from ep_runtime.engine.resident import Resident
 from model.errors import UnsupportedModel
 from model.folder import Fingerprint as FolderFingerprint
 from model.folder import fingerprint, open_folder
 from model.layers.operators import Operators, TorchOperators
 from model.loader import LoadedModel, prepare_model
-from model.memory import MemoryPlan, Needs, device_memory, plan_memory
+from model.memory import MemoryPlan, device_memory, plan_memory
 from model.parallel import Parallel
 from model.spec import ModelSpec
 
@@ -35,6 +37,7 @@ class RankModel:
     plan: MemoryPlan
     max_model_len: int
     folder: FolderFingerprint
+    resident: Resident = field(default_factory=Resident)
 
     @property
     def spec(self) -> ModelSpec:
@@ -66,15 +69,7 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
     max_model_len = config.max_model_len or prepared.spec.max_positions
     if max_model_len > prepared.spec.max_positions:
         raise UnsupportedModel(f"max_model_len is {max_model_len}; this model has {prepared.spec.max_positions} positions")
-    needs = Needs(
-        dtype=str(dtype).removeprefix("torch."),
-        weight_bytes=prepared.weight_bytes,
-        block_size=config.block_size,
-        max_num_batched_tokens=config.max_num_batched_tokens or 0,
-        max_model_len=max_model_len,
-        max_slots=config.max_num_seqs,
-        num_blocks=config.num_blocks,
-    )
+    needs = memory_needs(config, prepared, dtype, max_model_len)
     plan = plan_memory(prepared.spec, needs, device_memory(device, local_ranks), config.gpu_memory_utilization)
     log.info("memory plan of rank %d on %s:\n%s", parallel.rank, device, plan.table())
     return RankModel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from protocol.messages import Mask, SamplingParams, Submit
@@ -18,10 +19,13 @@ class Request:
 
 
 class RequestTable:
-    """Live requests by id, in order of arrival."""
+    """Live requests by id, in order of arrival, and since when each one's next mask is due."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
+        self._due: dict[str, float] = {}
+        self._constrained = 0
+        self._last_mask = float("-inf")
 
     def __getitem__(self, request_id: str) -> Request:
         return self._requests[request_id]
@@ -42,31 +46,64 @@ class RequestTable:
         request = Request(submit.request_id, submit.prompt, submit.sampling)
         if submit.sampling.grammar:
             request.masks[len(submit.generated)] = submit.mask
+            self._constrained += 1
         self._requests[submit.request_id] = request
 
     def remove(self, request_id: str) -> None:
         """Its terminal event went out. A request refused at submission was never here."""
-        self._requests.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        if request is not None and request.sampling.grammar:
+            self._constrained -= 1
+            self._due.pop(request_id, None)
 
-    def set_mask(self, message: Mask) -> None:
-        """Keep a mask; one that arrives after its request ended is of no use to anybody."""
-        request = self._requests.get(message.request_id)
-        if request is not None:
-            request.masks[message.index] = message.mask
+    # Masks
+
+    def expect_mask(self, request_id: str, now: float) -> None:
+        """A token of the request went out: if it has a grammar, its next mask is due from now on."""
+        request = self._requests.get(request_id)
+        if request is not None and request.sampling.grammar:
+            self._due.pop(request_id, None)
+            self._due[request_id] = now
+
+    def set_mask(self, message: Mask, now: float) -> None:
+        """Keep a mask that the scheduler took for a live request."""
+        self._requests[message.request_id].masks[message.index] = message.mask
+        self._due.pop(message.request_id, None)
+        self._last_mask = now
+
+    def more_masks_coming(self, after: float) -> bool:
+        """True when every live request has a grammar, a mask came `after` this moment, and others are awaited."""
+        return self._last_mask > after and bool(self._due) and self._constrained == len(self._requests)
 
     def take_mask(self, request_id: str, index: int) -> bytes | None:
-        """The mask of one token. Kept until the next index is taken, since a preempted row is sampled again at the same index."""
+        """The mask of one token; None for a request without a grammar, or one that is over.
+
+        Kept until the next index is taken, since a recomputed row is sampled again at the same index.
+        """
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or not request.sampling.grammar:
             return None
         for old in [i for i in request.masks if i < index]:
             del request.masks[old]
-        return request.masks.get(index)
+        return request.masks[index]
 
-    def missing_masks(self, needed: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Those of `needed` whose request is live and whose mask is not here yet."""
-        return [
-            (request_id, index)
-            for request_id, index in needed
-            if (request := self._requests.get(request_id)) is not None and index not in request.masks
-        ]
+    def late_masks(self, before: float) -> list[str]:
+        """Requests whose mask is due since `before` or longer, the longest first."""
+        late = []
+        for request_id, since in self._due.items():
+            if since > before:
+                break
+            late.append(request_id)
+        return late
+
+    def restart_clocks(self, now: float) -> None:
+        """Every awaited mask is due from now on: what asks for it had not gone out."""
+        self._due = dict.fromkeys(self._due, now)
+
+    def check_integrity(self, live: Collection[str]) -> None:
+        """ValueError unless the requests are those that the scheduler has, and what is due belongs to them."""
+        if list(self._requests) != list(live):
+            raise ValueError(f"the head has requests {list(self._requests)}, the scheduler {list(live)}")
+        constrained = [request_id for request_id, request in self._requests.items() if request.sampling.grammar]
+        if len(constrained) != self._constrained or not set(self._due).issubset(constrained):
+            raise ValueError(f"masks are due for {list(self._due)}; {self._constrained} of {constrained} count as constrained")

@@ -21,6 +21,7 @@ from ep_runtime.engine.sampling.penalties import PenaltyPool
 from ep_runtime.engine.sampling.plan import Chunk, Kind, SlotParams, needs_penalties, plan_chunks, slot_params
 from ep_runtime.engine.sampling.random import log_exponential, token_words
 from ep_runtime.engine.staging import download, upload
+from model.scratch import SAMPLED_AT_ONCE
 from protocol.messages import SamplingParams, TokenLogprobs
 
 
@@ -99,6 +100,7 @@ class Sampler:
         self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self.one_by_one = self.device.type == "cpu" if one_by_one is None else one_by_one
         self._slots: dict[int, SlotParams] = {}
+        self._at_once = max(1, SAMPLED_AT_ONCE[self.device.type] // vocab_size)
         self._penalties = PenaltyPool(vocab_size, max_slots, self.device)
         self._words = token_words(vocab_size, self.device)
 
@@ -133,8 +135,8 @@ class Sampler:
         `indices[i]` is the token's generated index (0 for the first), `masks[i]` its grammar bitmask or None. Slots are distinct.
         """
         own = [self._slots[slot] for slot in slots]
-        chunks = plan_chunks(own, indices, masks, self.vocab_size, self.one_by_one)
-        if len(chunks) == 1 and chunks[0].kind == Kind.ARGMAX:
+        chunks = plan_chunks(own, indices, masks, self.vocab_size, self.one_by_one, self._at_once)
+        if all(chunk.kind == Kind.ARGMAX for chunk in chunks):
             tokens, status = _argmax(logits)
         else:
             tokens, status = self._sample_chunks(logits, chunks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ep_runtime.scheduler.core import SchedulerLimits
-from model.memory import SCORED_ROWS
+from model.scratch import scored_rows
 
 if TYPE_CHECKING:
     from ep_runtime.engine.rank import RankModel
@@ -26,7 +26,7 @@ def scheduler_limits(rank: RankModel, limits: SlotLimits) -> SchedulerLimits:
         prefix_cache=config.enable_prefix_caching and spec.rewindable,
         chunk_multiple=spec.cut_points,
         single_chunk=spec.single_chunk,
-        max_scored_rows=max(SCORED_ROWS, spec.cut_points),
+        max_scored_rows=scored_rows(spec.cut_points, spec.single_chunk, limits.max_rows),
     )
 
 

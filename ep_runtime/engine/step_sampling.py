@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,17 +17,17 @@ if TYPE_CHECKING:
     from ep_runtime.scheduler.core import Plan
     from model.batch import ForwardOutput
 
-AwaitMasks = Callable[[list[tuple[str, int]]], None]
-
 
 class StepSampling:
-    """The sampling of one launched plan: `choose` runs inside the forward command, `pending` is what is left to read."""
+    """The sampling of one launched plan: `choose` runs inside the forward command, `pending` is what is left to read.
 
-    def __init__(self, plan: Plan, sampler: Sampler, requests: RequestTable, await_masks: AwaitMasks) -> None:
+    The masks of its rows are here: no row is planned before its own is.
+    """
+
+    def __init__(self, plan: Plan, sampler: Sampler, requests: RequestTable) -> None:
         self._plan = plan
         self._sampler = sampler
         self._requests = requests
-        self._await_masks = await_masks
         self._pending = PendingStep(plan)
 
     def choose(self, output: ForwardOutput, command: Forward) -> torch.Tensor:
@@ -40,9 +39,6 @@ class StepSampling:
         if not rows:
             self._pending = PendingStep(self._plan, prompt_rows=prompt_rows)
             return torch.empty(0, dtype=torch.int64, device=logits.device)
-        constrained = [(r.request_id, r.index) for r in rows if self._constrained(r.request_id)]
-        if constrained:
-            self._await_masks(constrained)
         picked = logits
         if len(rows) < len(logits):
             (chosen,) = upload([np.array([row.logit_row for row in rows], np.int64)], logits.device)
@@ -55,10 +51,6 @@ class StepSampling:
     def pending(self) -> PendingStep:
         """Everything the device computed for this plan, to be read later."""
         return self._pending
-
-    def _constrained(self, request_id: str) -> bool:
-        request = self._requests.get(request_id)
-        return request is not None and request.sampling.grammar
 
     def _prompt_lengths(self) -> list[int]:
         """Prompt length of each span's request; one that is over has its row sampled and discarded, at any index."""

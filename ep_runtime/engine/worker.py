@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_runtime.engine.run_command import run_command
-from protocol.ack import FATAL_CODES, Ack, AckStatus, error_code
+from ep_runtime.engine.run_command import located, run_command
+from protocol.ack import Ack, AckStatus, ErrorCode, error_code
 from protocol.commands import Forward, Shutdown
-from protocol.errors import EpCommandFailed, EpLinkLost, EpRankFailed
+from protocol.errors import EpCommandFailed, EpLinkLost, EpPeerGone, EpRankFailed
 from protocol.frame import decode, expect
+from protocol.progress import Phase, ProgressPage
 
 if TYPE_CHECKING:
     from ep_runtime.engine.executor import Executor
@@ -25,27 +26,37 @@ log = logging.getLogger(__name__)
 class Worker:
     """One rank's end of an epoch. It takes no decision: what it does follows from the frames."""
 
-    def __init__(self, executor: Executor, link: WorkerLink, *, version: int, device: torch.device) -> None:
+    def __init__(
+        self, executor: Executor, link: WorkerLink, *, version: int, device: torch.device, page: ProgressPage | None = None
+    ) -> None:
         self.step = 0
         self._executor = executor
         self._link = link
         self._version = version
         self._device = device
+        self._page = ProgressPage() if page is None else page
 
     def ep_worker_step(self, slots: SlotTable) -> bool:
         """Receive one command, run it, acknowledge it. False on SHUTDOWN.
 
         Raises:
             EpCommandFailed: the command ran and failed; it is acknowledged, and the next one may follow.
-            EpLinkLost: everything else; the epoch is over for this rank.
+            EpLinkLost: everything else; the epoch is over for this rank. It names rank, step, command and phase.
         """
+        try:
+            return self._step(slots)
+        except EpLinkLost as lost:
+            raise located(lost, self._link.rank, self._page) from lost
+
+    def _step(self, slots: SlotTable) -> bool:
+        self._page.enter(Phase.WAITING)
         frame = decode(self._link.receive(), version=self._version)
         expect(frame, epoch=self._link.epoch, step=self.step)
         step, self.step = self.step, self.step + 1
         if isinstance(frame.command, Shutdown):
             self._link.ack(Ack(self._link.rank, self._link.epoch, step, AckStatus.OK))
             return False
-        ack, error = run_command(self._executor, frame, slots, self._await_tokens, self._vote)
+        ack, error = run_command(self._executor, frame, slots, self._await_tokens, self._vote, self._page)
         if ack.status in (AckStatus.OK, AckStatus.FAILED):
             self._link.ack(ack)
         if error is not None or ack.status not in (AckStatus.OK, AckStatus.FAILED):
@@ -76,7 +87,7 @@ def scoped(error: Exception | None, step: int) -> EpCommandFailed | EpLinkLost:
         return error
     if error is None:
         return EpCommandFailed(f"step {step} was voted down by another rank")
-    kind = EpRankFailed if error_code(error) in FATAL_CODES else EpCommandFailed
-    scoped_error = kind(f"step {step}: {type(error).__name__}: {error}")
+    kinds: dict[ErrorCode, type[EpCommandFailed | EpLinkLost]] = {ErrorCode.DEVICE: EpRankFailed, ErrorCode.LINK: EpPeerGone}
+    scoped_error = kinds.get(error_code(error), EpCommandFailed)(f"step {step}: {type(error).__name__}: {error}")
     scoped_error.__cause__ = error
     return scoped_error

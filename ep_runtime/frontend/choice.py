@@ -13,7 +13,10 @@ from protocol.messages import SequenceUpdate, TokenLogprobs
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceDelta:
-    """What one update adds to a choice. `logprobs` pairs with `token_ids`. `finish` is set in the last one alone."""
+    """What one update adds to a choice. `logprobs` pairs with `token_ids`. `finish` is set in the last one alone.
+
+    `prompt_bytes` is the memory of the prompt's logprobs that came with it.
+    """
 
     index: int
     content: str = ""
@@ -23,11 +26,12 @@ class ChoiceDelta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: str | None = None
     stop_reason: str | int | None = None
+    prompt_bytes: int = 0
 
     def cost(self) -> int:
         """Bytes that this holds until it is written, roughly."""
         text = len(self.content) + len(self.reasoning) + sum(len(call.arguments) for call in self.tool_calls)
-        return 64 + 4 * text + 8 * len(self.token_ids) + logprobs_cost(self.logprobs)
+        return 64 + 4 * text + 8 * len(self.token_ids) + logprobs_cost(self.logprobs) + self.prompt_bytes
 
 
 def logprobs_cost(entries: list[TokenLogprobs]) -> int:
@@ -65,9 +69,9 @@ class Choice:
         """Take one update. Sets `finish` when it was the last, or when a stop string is complete: what follows is discarded."""
         if self.cached is None:
             self.cached = update.cached
-        for offset, entry in enumerate(update.prompt_logprobs or []):
-            self.prompt_logprobs[update.prompt_start + offset] = entry
         delta = ChoiceDelta(index=self.index)
+        if update.prompt_logprobs is not None:
+            delta.prompt_bytes = logprobs_cost(self._keep_prompt(update.prompt_start, update.prompt_logprobs))
         text, matched = self._text(update, delta)
         if matched is not None:
             self.finish, delta.stop_reason = "stop", matched
@@ -78,6 +82,13 @@ class Choice:
             self.finish = self._parts.tool_finish
         delta.finish = self.finish
         return delta
+
+    def _keep_prompt(self, start: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Keep the prompt's logprobs; returns the new ones. A replay computes the prompt again, and what was known stays."""
+        known = self.prompt_logprobs
+        fresh = {position: entry for position, entry in enumerate(entries, start) if position not in known}
+        known.update(fresh)
+        return list(fresh.values())
 
     def _text(self, update: SequenceUpdate, delta: ChoiceDelta) -> tuple[str, str | None]:
         parts, pieces, matched = self._parts, [], None

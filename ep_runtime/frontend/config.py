@@ -27,6 +27,7 @@ class FrontendConfig(BaseModel):
     reasoning_parser: str | None = Field(default="auto", description="Name, `auto`, or null for none")
     tool_call_parser: str | None = Field(default="auto", description="Name, `auto`, or null for none")
 
+    listen_fd: int | None = Field(default=None, ge=0, description="Inherited listening socket, in the place of host and port")
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free port")
     root_path: str = ""
@@ -43,7 +44,9 @@ class FrontendConfig(BaseModel):
     header_seconds: Seconds = Field(default=30.0, description="Longest time without a complete request head on a connection")
     write_seconds: Seconds = Field(default=30.0, description="Longest time for a client to read what its connection buffers")
     drain_seconds: Seconds = Field(default=20.0, description="Time for running requests to finish after SIGTERM")
-    ready_bound_seconds: Seconds = Field(default=10.0, description="/ready fails when the engine is silent for longer")
+    ready_bound_seconds: Seconds = Field(
+        default=120.0, description="/ready fails when a rank acknowledges no step for longer; the longest time for a command"
+    )
     grammar_seconds: Seconds = Field(default=5.0, description="Longest time to compile one request's grammar")
     max_schema_bytes: int = Field(default=128 * 2**10, ge=256)
 

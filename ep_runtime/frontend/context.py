@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 
 from fastapi import Request
 
@@ -16,6 +19,9 @@ from ep_runtime.frontend.readiness import Phase, unready_reason
 from ep_runtime.frontend.text_stack import TextStack
 from protocol.messages import EpochReady
 
+FIRST_WORD_S = 2.0
+"""A running head announces itself once a second: after this time, a process that has heard of none knows that there is none."""
+
 
 class Frontend:
     """The process's parts, made once in main and passed down. `draining` is set by SIGTERM."""
@@ -28,6 +34,8 @@ class Frontend:
         self.metrics = metrics
         self.draining = False
         self.started = int(time.time())
+        self._preparing = 0
+        self._hear_by = time.monotonic() + FIRST_WORD_S
 
     @property
     def model_name(self) -> str:
@@ -41,6 +49,15 @@ class Frontend:
             raise ApiError(
                 400, f"The model {name[:200]!r} is not served; this server has: {served}", param="model", code="model_not_found"
             )
+
+    async def reach_engine(self) -> EpochReady:
+        """`open_engine` for a request that has just come: a process that has just started waits for word of an engine first."""
+        left = self._hear_by - time.monotonic()
+        if left > 0 and not self.draining:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self.engine.heard.wait()
+        return self.open_engine()
 
     def open_engine(self) -> EpochReady:
         """What is known of the model. Raises ApiError 503 while draining, before the first epoch, and after the last."""
@@ -58,8 +75,23 @@ class Frontend:
         bound = info.max_num_seqs + self.config.max_queue
         if sequences > bound:
             raise ApiError(400, f"The request asks for {sequences} sequences; the server holds at most {bound}", param="n")
-        if len(self.journal) + sequences > bound:
-            raise ApiError(429, f"The queue is full ({len(self.journal)} sequences)", code="queue_full", retry_after=1)
+        held = self.engine.held + self._preparing
+        if held + sequences > bound:
+            raise ApiError(429, f"The queue is full ({held} sequences)", code="queue_full", retry_after=1)
+
+    @contextlib.contextmanager
+    def preparing(self, info: EpochReady, sequences: int) -> Iterator[None]:
+        """`admit`, and a place in the queue while these sequences' prompt is rendered and tokenized.
+
+        What will be refused is refused before it costs anything, also when very many come at once. The place ends with the block:
+        whoever then starts the sequences without a pause finds it free.
+        """
+        self.admit(info, sequences)
+        self._preparing += sequences
+        try:
+            yield
+        finally:
+            self._preparing -= sequences
 
     def generation(self, stream: bool) -> Generation:
         """A new request's fan-in."""

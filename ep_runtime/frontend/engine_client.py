@@ -1,24 +1,23 @@
-"""The frontend's end of the ZeroMQ link: epochs, submission, replay, and one fan-out of each step's results.
+"""The frontend's dealings with the engines: epochs, submission, replay, and one fan-out of each step's results.
 
-The frontend binds `ipc://DIR/frontend` (PULL) for its whole life. The engine of epoch N binds `ipc://DIR/engine-N` (PULL), connects
-to the former and announces itself by EpochReady. What carries another epoch than the current one is dropped and counted.
+The engine of an epoch announces itself by EpochReady, again and again; the coordinator tells of an epoch's end, as often as it has
+learnt more of it. What carries another epoch than the running one is dropped and counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Callable
-from pathlib import Path
-
-import zmq
-import zmq.asyncio
+from collections.abc import Callable, Iterable
 
 from ep_runtime.frontend.journal import Entry, Journal, Sink, ended_unseen
+from ep_runtime.frontend.link import Link
 from ep_runtime.frontend.metrics import Metrics
 from ep_runtime.frontend.readiness import EngineHealth, Phase
-from protocol.codec import decode, encode
+from ep_runtime.frontend.replay import ReplayClock
+from protocol.codec import decode
 from protocol.errors import EpFrameCorrupt
 from protocol.messages import (
     Abort,
@@ -26,10 +25,11 @@ from protocol.messages import (
     EpochEnded,
     EpochReady,
     Mask,
+    Recovered,
     Results,
     SequenceUpdate,
     Submit,
-    ToEngine,
+    Takeover,
     ToFrontend,
 )
 
@@ -37,35 +37,42 @@ log = logging.getLogger(__name__)
 
 
 class EngineClient:
-    """Owns the sockets, the current epoch and the journal's dealings with it. All methods run on the event loop's thread."""
+    """Owns the current epoch and the journal's dealings with it. All methods run on the event loop's thread.
 
-    def __init__(
-        self, runtime_dir: str | Path, journal: Journal, metrics: Metrics, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    `prefix` begins the request ids of this process, by which an engine tells them from those of an earlier one. `heard` is set once
+    anything is known of an engine, `first_ready` once there was an epoch.
+    """
+
+    def __init__(self, link: Link, journal: Journal, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.health = EngineHealth()
         self.info: EpochReady | None = None
         self.stats: EngineStats | None = None
+        self.heard = asyncio.Event()
         self.first_ready = asyncio.Event()
-        self._dir = Path(runtime_dir)
+        self.prefix = f"{secrets.token_hex(4)}-"
+        self._link = link
         self._journal = journal
         self._metrics = metrics
         self._clock = clock
         self._epoch: int | None = None
-        self._context = zmq.asyncio.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.set(zmq.RCVHWM, 0)
-        self._inbox.bind(f"ipc://{self._dir}/frontend")
-        self._outbox: zmq.Socket[bytes] | None = None
+        self._newest = -1
+        self._leaving: set[str] = set()
+        self._replay = ReplayClock(clock, metrics.observe_replay)
 
     @property
     def epoch(self) -> int | None:
         """The running epoch; None while there is none."""
         return self._epoch
 
+    @property
+    def held(self) -> int:
+        """Sequences that take room: the unfinished, and those ended here of which the engine has yet to say so."""
+        return len(self._journal) + len(self._leaving)
+
     async def run(self) -> None:
         """Receive for ever. A message that does not decode is refused whole, logged and counted."""
         while True:
-            data = await self._inbox.recv()
+            data = await self._link.receive()
             try:
                 message = decode(ToFrontend, data)
             except EpFrameCorrupt as error:
@@ -78,21 +85,26 @@ class EngineClient:
 
     def close(self) -> None:
         """Close the sockets; unsent messages are dropped."""
-        self._disconnect()
-        self._inbox.close(linger=0)
-        self._context.term()
+        self._epoch = None
+        self._link.close()
+
+    # What requests do
 
     def submit(self, pairs: list[tuple[Submit, Sink]]) -> None:
         """Journal new sequences and send them, or keep them for the next epoch when none runs."""
         for submit, sink in pairs:
             self._start(self._journal.add(submit, sink))
 
-    def abort(self, request_ids: list[str]) -> list[Entry]:
+    def abort(self, request_ids: Iterable[str]) -> list[Entry]:
         """End sequences from this side, at once; returns those that were unfinished."""
         gone = self._journal.withdraw(request_ids)
-        sent = [entry.submit.request_id for entry in gone if entry.sent_epoch is not None and entry.sent_epoch == self._epoch]
+        sent = [entry.request_id for entry in gone if self._epoch is not None and entry.sent_epoch == self._epoch]
         if sent:
-            self._send(Abort(request_ids=sent))
+            # They count until the engine has answered: else requests that come and go could fill an engine's inbox without end.
+            self._leaving.update(sent)
+            self._link.send(Abort(request_ids=sent))
+        for entry in gone:
+            self._replay.settle(entry.request_id)
         return gone
 
     def set_mask(self, request_id: str, index: int, mask: bytes) -> None:
@@ -104,20 +116,26 @@ class EngineClient:
         if self._epoch is None:
             return
         if entry.sent_epoch == self._epoch:
-            self._send(Mask(request_id=request_id, index=index, mask=mask))
+            self._link.send(Mask(request_id=request_id, index=index, mask=mask))
         else:
             self._start(entry)
+
+    def fail_all(self, status: int, reason: str) -> None:
+        """Give every unfinished sequence a terminal error; the engine, if one runs, is told to stop them."""
+        self._fail([entry.request_id for entry in self._journal.unfinished()], status, reason)
 
     def _start(self, entry: Entry) -> None:
         if self._epoch is None or entry.mask_due:
             return
-        entry.sent_epoch = self._epoch
-        self._send(entry.replay())
+        entry.epochs.append(self._epoch)
+        self._link.send(entry.replay())
 
-    def _send(self, message: ToEngine) -> None:
-        # No high-water mark on this socket: the journal's bound bounds what can wait here, so a send never blocks the loop.
-        assert self._outbox is not None
-        self._outbox.send(encode(message), zmq.NOBLOCK)
+    def _fail(self, request_ids: list[str], status: int, reason: str) -> None:
+        for entry in self.abort(request_ids):
+            update = SequenceUpdate(request_id=entry.request_id, tokens=[], finish="error", error=reason, status=status)
+            entry.sink.deliver(update)
+
+    # What is received
 
     def _handle(self, message: ToFrontend) -> None:
         match message:
@@ -127,79 +145,101 @@ class EngineClient:
                 self._begin(message)
             case EpochEnded():
                 self._end(message)
+            case Recovered():
+                self._metrics.observe_recovery(message.seconds)
 
     def _take_results(self, results: Results) -> None:
         if results.epoch != self._epoch:
             self._metrics.dropped.labels("epoch").inc()
             return
         self.stats = results.stats
-        self.health.observe(results.stats, self._clock())
-        tokens, unknown = 0, []
+        self.health.observe(results.stats.ranks, self._clock())
+        tokens = 0
         for update in results.updates:
             entry = self._journal.record(update)
-            if entry is not None:
-                tokens += len(update.tokens)
-                entry.sink.deliver(update)
+            if entry is None:
+                self._metrics.dropped.labels("ended").inc()
+                if update.finish is not None:
+                    self._leaving.discard(update.request_id)
                 continue
-            self._metrics.dropped.labels("ended").inc()
-            if update.finish is None:
-                unknown.append(update.request_id)
+            tokens += len(update.tokens)
+            if update.tokens or update.finish is not None:
+                self._replay.settle(update.request_id)
+            entry.sink.deliver(update)
         self._metrics.generated_tokens.inc(tokens)
-        if unknown:
-            # Sequences of a frontend that was here before, or whose abort is still on its way: once more does no harm.
-            self._send(Abort(request_ids=unknown))
 
     def _begin(self, ready: EpochReady) -> None:
         if ready.epoch == self._epoch:
             return  # said again, for a frontend that may have started later
-        if self.info is not None and ready.epoch <= self.info.epoch:
+        if ready.epoch <= self._newest:
             self._metrics.dropped.labels("epoch").inc()
-            log.error("epoch %d announced after epoch %d", ready.epoch, self.info.epoch)
+            log.info("epoch %d is announced after the end of epoch %d", ready.epoch, self._newest)
             return
-        self._disconnect()
-        self._outbox = zmq.Socket(zmq.Context(self._context), zmq.PUSH)
-        self._outbox.set(zmq.SNDHWM, 0)
-        self._outbox.connect(f"ipc://{self._dir}/engine-{ready.epoch}")
-        self._epoch, self.info, self.stats = ready.epoch, ready, None
-        self.health = EngineHealth(phase=Phase.READY, reason="", heard=self._clock())
+        first = self.info is None
+        self._leave()
+        self._epoch = self._newest = ready.epoch
+        self.info = ready
+        self.health = EngineHealth.running(ready.world, self._clock())
         self._metrics.epoch.set(ready.epoch)
-        self._replay(ready)
+        self._link.connect(ready.epoch)
+        self._link.send(Takeover(prefix=self.prefix))
+        again = self._submit_again(ready)
+        if not first:
+            self._replay.begin(again)
+        self.heard.set()
         self.first_ready.set()
 
-    def _replay(self, ready: EpochReady) -> None:
+    def _submit_again(self, ready: EpochReady) -> list[str]:
+        """Send every unfinished sequence in order of arrival; the ids of those that were in an epoch before.
+
+        One whose next mask is still being computed follows as soon as that is there: nobody waits for somebody's grammar.
+        """
+        again = []
         for entry in self._journal.unfinished():
+            if self._journal.get(entry.request_id) is None:
+                continue  # ended meanwhile, with a sample of the same request
             ended = ended_unseen(entry, ready.stop_token_ids)
             if ended is not None:
                 self._journal.record(ended)
                 entry.sink.deliver(ended)
                 continue
-            if entry.sent_epoch is not None:
+            if entry.epochs:
+                again.append(entry.request_id)
                 self._metrics.replayed_sequences.inc()
                 self._metrics.replayed_tokens.inc(len(entry.submit.prompt) + len(entry.tokens))
             self._start(entry)
+        return again
 
     def _end(self, ended: EpochEnded) -> None:
-        # The end of an epoch that never became ready is told too; only what an older epoch says is stale.
-        if self.info is not None and ended.epoch < self.info.epoch:
-            self._metrics.dropped.labels("epoch").inc()
+        if ended.suspicious:
+            self._suspect(ended)
+        if ended.epoch < self._newest:
+            # More is known of an epoch that was over: this one goes on.
             return
+        self._newest = ended.epoch
         if self._epoch is not None:
             self._metrics.epochs_ended.inc()
-        self._disconnect()
+        self._leave()
         phase = Phase.FAILED if ended.final else (Phase.STARTING if self.info is None else Phase.RECOVERING)
-        self.health = EngineHealth(phase=phase, reason=ended.reason, heard=self._clock())
+        self.health = EngineHealth(phase=phase, reason=ended.reason)
+        self.heard.set()
         log.warning("epoch %d ended (%s): %s", ended.epoch, "for good" if ended.final else "to be continued", ended.reason)
         if ended.final:
             self.fail_all(503, f"the engine has stopped: {ended.reason}")
 
-    def fail_all(self, status: int, reason: str) -> None:
-        """Give every unfinished sequence a terminal error; the engine, if one runs, is told to stop them."""
-        for entry in self.abort([entry.submit.request_id for entry in self._journal.unfinished()]):
-            request_id = entry.submit.request_id
-            entry.sink.deliver(SequenceUpdate(request_id=request_id, tokens=[], finish="error", error=reason, status=status))
+    def _suspect(self, ended: EpochEnded) -> None:
+        """Sequences that were in this epoch may have ended it; one that ran alone did, and gets the error."""
+        for entry in self._journal.unfinished():
+            entry.suspect(ended.epoch)
+        alone = self._journal.get(ended.alone)
+        if alone is not None and ended.epoch in alone.epochs:
+            reason = f"The engine failed while it was running this request alone, so the request is given up: {ended.reason}"
+            self._fail([alone.request_id], 500, reason)
 
-    def _disconnect(self) -> None:
+    def _leave(self) -> None:
+        """No engine runs: nothing that it was asked or has told holds any more."""
         self._epoch = None
-        if self._outbox is not None:
-            self._outbox.close(linger=0)
-            self._outbox = None
+        self.stats = None
+        self._leaving.clear()
+        self._replay.cancel()
+        self._link.disconnect()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from ep_runtime.frontend.api.errors import ApiError
-from ep_runtime.frontend.choice import Choice, ChoiceDelta, logprobs_cost
+from ep_runtime.frontend.choice import Choice, ChoiceDelta
 from ep_runtime.frontend.engine_client import EngineClient
 from ep_runtime.frontend.grammar_driver import GrammarDriver
 from ep_runtime.frontend.journal import Sink
@@ -44,8 +44,7 @@ class Sequence:
             return
         if update.tokens:
             self._observe()
-        cost = delta.cost() + logprobs_cost(update.prompt_logprobs or [])
-        self._owner.accept(self, delta, cost, ended_here=update.finish is None and self.choice.finish is not None)
+        self._owner.accept(self, delta, ended_here=update.finish is None and self.choice.finish is not None)
         if self.grammar is not None and self.choice.finish is None and update.tokens:
             self.grammar.advance(update.tokens, self.choice.generated)
 
@@ -137,10 +136,10 @@ class Generation:
             self._wake.clear()
             await self._wake.wait()
 
-    def accept(self, sequence: Sequence, delta: ChoiceDelta, cost: int, ended_here: bool) -> None:
-        """Queue a delta of `cost` bytes. `ended_here`: a stop string ended the sequence, which the engine does not know yet."""
+    def accept(self, sequence: Sequence, delta: ChoiceDelta, ended_here: bool) -> None:
+        """Queue a delta. `ended_here`: a stop string ended the sequence, which the engine does not know yet."""
         self._deltas.append(delta)
-        self._held += cost
+        self._held += delta.cost()
         if delta.finish is not None:
             self._open -= 1
             sequence.observe_end()

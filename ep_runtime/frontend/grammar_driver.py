@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ep_runtime.frontend.api.errors import ApiError
 from ep_runtime.frontend.reasoning_gate import MaskSource
+from ep_runtime.frontend.text.errors import GrammarError
 
 if TYPE_CHECKING:
     from ep_runtime.frontend.generation import Generation
@@ -43,6 +44,10 @@ class GrammarDriver:
         assert self._owner is not None
         try:
             mask = await asyncio.get_running_loop().run_in_executor(self._pool, self._step, tokens)
+        except GrammarError as error:
+            # Limits of the library that only some outputs reach: the schema is at fault, and its sender can change it.
+            self._owner.fail(ApiError(400, f"The grammar cannot be used: {error}", code="invalid_grammar"))
+            return
         except Exception:
             log.exception("the grammar of %s failed", self._request_id)
             self._owner.fail(ApiError(500, "The grammar could not follow the output", code="grammar_error"))

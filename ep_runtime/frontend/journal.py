@@ -25,7 +25,10 @@ class Sink(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
-    """One unfinished sequence. `tokens` are the generated ones so far; `mask` is the grammar's, for the token at `mask_index`."""
+    """One unfinished sequence. `tokens` are the generated ones so far; `mask` is the grammar's, for the token at `mask_index`.
+
+    `epochs` are those it was sent in, oldest first; `suspected` are those of them that ended without a cause from outside.
+    """
 
     submit: Submit
     sink: Sink
@@ -33,16 +36,32 @@ class Entry:
     tokens: list[int] = field(default_factory=list)
     mask: bytes = b""
     mask_index: int = 0
-    sent_epoch: int | None = None
+    epochs: list[int] = field(default_factory=list)
+    suspected: list[int] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        """The sequence's name on the wire."""
+        return self.submit.request_id
+
+    @property
+    def sent_epoch(self) -> int | None:
+        """The newest epoch that this was sent in."""
+        return self.epochs[-1] if self.epochs else None
 
     @property
     def mask_due(self) -> bool:
         """True while the mask of the next token is not known: the sequence cannot be submitted."""
         return self.submit.sampling.grammar and self.mask_index != len(self.tokens)
 
+    def suspect(self, epoch: int) -> None:
+        """This epoch's end may be this sequence's doing; counts once an epoch, and only if it was sent in it."""
+        if epoch in self.epochs and epoch not in self.suspected:
+            self.suspected.append(epoch)
+
     def replay(self) -> Submit:
         """The message that starts this sequence, or continues it after its generated tokens."""
-        return msgspec.structs.replace(self.submit, generated=list(self.tokens), mask=self.mask)
+        return msgspec.structs.replace(self.submit, generated=list(self.tokens), mask=self.mask, suspicions=len(self.suspected))
 
 
 class Journal:
@@ -111,18 +130,22 @@ class Journal:
         arrivals = [entry.arrival for entry in self._entries.values()]
         assert len(set(arrivals)) == len(arrivals), "two entries share an arrival number"
         for request_id, entry in self._entries.items():
-            assert entry.submit.request_id == request_id, f"{request_id} is filed under another id"
+            assert entry.request_id == request_id, f"{request_id} is filed under another id"
             assert len(entry.tokens) <= entry.submit.sampling.max_tokens, f"{request_id} has more tokens than its limit"
             assert entry.mask_index <= len(entry.tokens), f"{request_id} has a mask for a token that is not due"
+            assert set(entry.suspected) <= set(entry.epochs), f"{request_id} is suspected of an epoch that it was not in"
 
 
 def ended_unseen(entry: Entry, stop_token_ids: Iterable[int]) -> SequenceUpdate | None:
-    """The terminal update of a sequence that was complete when its epoch ended before saying so; None when it must go on."""
+    """The terminal update of a sequence that was complete when its epoch ended before saying so; None when it must go on.
+
+    A stop token counts from `min_tokens` on, and before the length does, as in the engine.
+    """
     sampling, tokens = entry.submit.sampling, entry.tokens
-    if tokens and len(tokens) > sampling.min_tokens:
+    if tokens and len(tokens) >= sampling.min_tokens:
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(stop_token_ids))
         if tokens[-1] in stops:
-            return SequenceUpdate(request_id=entry.submit.request_id, tokens=[], finish="stop", stop_token=tokens[-1])
+            return SequenceUpdate(request_id=entry.request_id, tokens=[], finish="stop", stop_token=tokens[-1])
     if len(tokens) >= sampling.max_tokens:
-        return SequenceUpdate(request_id=entry.submit.request_id, tokens=[], finish="length")
+        return SequenceUpdate(request_id=entry.request_id, tokens=[], finish="length")
     return None

@@ -18,8 +18,9 @@ from ep_runtime.frontend.config import FrontendConfig
 from ep_runtime.frontend.context import Frontend
 from ep_runtime.frontend.engine_client import EngineClient
 from ep_runtime.frontend.journal import Journal
+from ep_runtime.frontend.link import ZmqLink
 from ep_runtime.frontend.metrics import Metrics
-from ep_runtime.frontend.server import listen, serve
+from ep_runtime.frontend.server import adopt, listen, serve
 from ep_runtime.frontend.text.errors import TextError
 from ep_runtime.frontend.text_stack import TextStack
 
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         allow_many_files()
         text = TextStack.load(config)
-        sock = listen(config.host, config.port)
+        sock = listen(config.host, config.port) if config.listen_fd is None else adopt(config.listen_fd)
     except (ValidationError, TextError, ValueError, OSError) as error:
         sys.stderr.write(f"frontend: {error}\n")
         return EXIT_CONFIG
@@ -52,7 +53,7 @@ async def run(config: FrontendConfig, text: TextStack, sock: socket.socket) -> N
     """Make the process's parts, serve, and take them down again."""
     metrics = Metrics()
     journal = Journal()
-    engine = EngineClient(config.runtime_dir, journal, metrics)
+    engine = EngineClient(ZmqLink(config.runtime_dir), journal, metrics)
     front = Frontend(config, text, journal, engine, metrics)
     try:
         await serve(front, build_app(front, package_version()), sock)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -51,6 +51,8 @@ class EngineCollector(Collector):
 
 
 DROP_REASONS = ("malformed", "epoch", "ended")
+RECOVERY_PHASES = ("leave", "spawn", "import", "load", "rendezvous", "replay", "total")
+"""`total` is from the failure to the next epoch's start; `replay` comes after it."""
 
 
 class Metrics:
@@ -81,13 +83,36 @@ class Metrics:
         )
         self.journal_sequences = Gauge("ep_journal_sequences", "Unfinished sequences in the journal", registry=registry)
         self.epoch = Gauge("ep_epoch", "Number of the newest epoch", registry=registry)
+        self.ready = Gauge("ep_ready", "1 while /ready says 200", registry=registry)
         self.epochs_ended = Counter("ep_epochs_ended", "Epochs that ended", registry=registry)
         self.replayed_sequences = Counter("ep_replayed_sequences", "Sequences continued in a later epoch", registry=registry)
         self.replayed_tokens = Counter(
             "ep_replayed_tokens", "Prompt and generated tokens prefilled again for that", registry=registry
+        )
+        self.recoveries = Counter("ep_recoveries", "Epochs that took the place of one that failed", registry=registry)
+        self.recovery_seconds = Counter("ep_recovery_seconds", "Seconds of all recoveries by phase", ["phase"], registry=registry)
+        self.last_recovery_seconds = Gauge(
+            "ep_last_recovery_seconds", "Seconds of the last recovery by phase", ["phase"], registry=registry
         )
         self.dropped = Counter(
             "ep_dropped_results", "Messages or updates of the engine that nobody may see", ["reason"], registry=registry
         )
         for reason in DROP_REASONS:
             self.dropped.labels(reason)
+        for phase in RECOVERY_PHASES:
+            self.recovery_seconds.labels(phase)
+
+    def observe_recovery(self, seconds: Mapping[str, float]) -> None:
+        """A recovery that is over but for the replay; seconds by phase, where an absent phase did not occur."""
+        self.recoveries.inc()
+        for phase in dict.fromkeys((*RECOVERY_PHASES, *seconds)):
+            if phase != "replay":
+                self._observe_phase(phase, seconds.get(phase, 0.0))
+
+    def observe_replay(self, seconds: float) -> None:
+        """Every sequence of an earlier epoch has gone on."""
+        self._observe_phase("replay", seconds)
+
+    def _observe_phase(self, phase: str, seconds: float) -> None:
+        self.recovery_seconds.labels(phase).inc(max(0.0, seconds))
+        self.last_recovery_seconds.labels(phase).set(max(0.0, seconds))

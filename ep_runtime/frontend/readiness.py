@@ -1,11 +1,13 @@
-"""When the server may call itself ready: a pure function of what was heard from the engine and when."""
+"""When the server may call itself ready: a pure function of what was heard from the engine and when.
+
+Only a rank's own steps count. The head sends a command at least once a second, so a rank that acknowledges none for longer than a
+command may take is stuck, whatever else arrives; a long prefill is one command, and is well within that time.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-
-from protocol.messages import EngineStats
 
 
 class Phase(Enum):
@@ -19,29 +21,30 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class RankProgress:
-    """Last step of one rank and the time it last moved or was level with the head (seconds, monotonic)."""
+    """The last step that a rank acknowledged, -1 before its first, and when it did (seconds, monotonic)."""
 
     step: int
-    fresh: float
+    moved: float
 
 
 @dataclass(slots=True)
 class EngineHealth:
-    """What the frontend heard of the engine. Times are monotonic seconds."""
+    """What the frontend heard of the engine. `ranks` are those of the running epoch."""
 
     phase: Phase = Phase.STARTING
     reason: str = "no engine has reported yet"
-    heard: float = 0.0
     ranks: list[RankProgress] = field(default_factory=list)
 
-    def observe(self, stats: EngineStats, now: float) -> None:
-        """Take a step's report. A rank behind the head that does not move keeps its old time, whatever the others do."""
-        self.heard = now
-        if len(self.ranks) != len(stats.ranks):
-            self.ranks = [RankProgress(step, now) for step in stats.ranks]
-        for rank, step in zip(self.ranks, stats.ranks, strict=True):
-            if step != rank.step or step >= stats.step:
-                rank.step, rank.fresh = step, now
+    @classmethod
+    def running(cls, world: int, now: float) -> EngineHealth:
+        """An epoch of `world` ranks has begun."""
+        return cls(Phase.READY, "", [RankProgress(-1, now) for _ in range(world)])
+
+    def observe(self, steps: list[int], now: float) -> None:
+        """Take the last step of each rank. Only one that is higher than before is progress; a rank left out makes none."""
+        for rank, step in zip(self.ranks, steps, strict=False):
+            if step > rank.step:
+                rank.step, rank.moved = step, now
 
 
 def unready_reason(health: EngineHealth, draining: bool, now: float, bound: float) -> str | None:
@@ -50,9 +53,10 @@ def unready_reason(health: EngineHealth, draining: bool, now: float, bound: floa
         return "draining: the server is shutting down"
     if health.phase is not Phase.READY:
         return f"{health.phase.value}: {health.reason}"
-    if now - health.heard > bound:
-        return f"the engine has not reported for {now - health.heard:.1f} s"
-    for index, rank in enumerate(health.ranks):
-        if now - rank.fresh > bound:
-            return f"rank {index} has not moved past step {rank.step} for {now - rank.fresh:.1f} s"
-    return None
+    stuck = [index for index, rank in enumerate(health.ranks) if now - rank.moved > bound]
+    if not stuck:
+        return None
+    first = min(stuck, key=lambda index: health.ranks[index].moved)
+    rank = health.ranks[first]
+    what = f"rank {first} has not" if len(stuck) < len(health.ranks) else "no rank has"
+    return f"{what} moved past step {rank.step} for {now - rank.moved:.1f} s"

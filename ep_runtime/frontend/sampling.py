@@ -35,16 +35,22 @@ def token_budget(prompt_len: int, asked: int | None, max_model_len: int, default
     """
     remaining = max_model_len - prompt_len
     if remaining < 1 or (asked is not None and asked > remaining):
-        wanted = "" if asked is None else f" and {asked} tokens to generate"
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {max_model_len} tokens; the request has {prompt_len} prompt tokens{wanted}.",
-            param="max_tokens" if remaining >= 1 else "prompt",
-            code="context_length_exceeded",
-        )
+        raise _too_long(str(prompt_len), asked, max_model_len, "max_tokens" if remaining >= 1 else "prompt")
     if asked is not None:
         return asked
     return remaining if default is None else min(default, remaining)
+
+
+def check_least(least: int, asked: int | None, max_model_len: int) -> None:
+    """Raise ApiError 400 context_length_exceeded when a prompt of `least` tokens or more leaves no room in any case."""
+    if least >= max_model_len:
+        raise _too_long(f"at least {least}", asked, max_model_len, "prompt")
+
+
+def _too_long(prompt_len: str, asked: int | None, max_model_len: int, param: str) -> ApiError:
+    wanted = "" if asked is None else f" and {asked} tokens to generate"
+    text = f"This model's maximum context length is {max_model_len} tokens; the request has {prompt_len} prompt tokens{wanted}."
+    return ApiError(400, text, param=param, code="context_length_exceeded")
 
 
 def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:

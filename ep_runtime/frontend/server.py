@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -46,6 +47,19 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return sock
+
+
+def adopt(descriptor: int) -> socket.socket:
+    """The inherited listening socket behind `descriptor`; raises OSError when it is none.
+
+    Whoever opened it keeps it open, so that clients who connect between two processes wait for the next one.
+    """
+    sock = socket.socket(fileno=descriptor)
+    if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        sock.close()
+        raise OSError(errno.EINVAL, f"descriptor {descriptor} is no listening socket")
+    sock.set_inheritable(False)
     return sock
 
 

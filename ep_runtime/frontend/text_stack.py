@@ -9,10 +9,10 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ep_runtime.frontend.api.errors import ApiError
 from ep_runtime.frontend.api.logprobs import TokenTexts
@@ -22,16 +22,18 @@ from ep_runtime.frontend.config import FrontendConfig
 from ep_runtime.frontend.defaults import load_defaults
 from ep_runtime.frontend.reasoning_gate import AfterReasoning, MaskSource
 from ep_runtime.frontend.text.detokenizer import IncrementalDetokenizer
-from ep_runtime.frontend.text.errors import TemplateError
+from ep_runtime.frontend.text.errors import GrammarError, TemplateError
 from ep_runtime.frontend.text.grammar import Grammar, GrammarFactory
 from ep_runtime.frontend.text.reasoning import ReasoningSplitter, reasoning_splitter
 from ep_runtime.frontend.text.stops import StopMatcher
 from ep_runtime.frontend.text.template import ChatTemplate
+from ep_runtime.frontend.text.token_bound import utf8_size
 from ep_runtime.frontend.text.tokenizer import Tokenizer
 from ep_runtime.frontend.text.tools import choose_parser, marker_tokens, tool_parser
+from ep_runtime.frontend.text_jobs import TextJobs
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+CheckLeast = Callable[[int], None]
 TAIL = 8
 """Last prompt tokens that decide how the output's first characters read."""
 
@@ -74,9 +76,9 @@ class TextStack:
         self.reasoning_name = config.reasoning_parser or "none"
         auto = choose_parser(template.source, family) if template is not None else "none"
         self.tool_parser_name = auto if config.tool_call_parser == "auto" else (config.tool_call_parser or "none")
-        self._pool: Executor = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._jobs = TextJobs()
         # A running sequence waits for its mask, and the engine with it: masks must not queue behind somebody's long prompt.
-        self.mask_pool: Executor = ThreadPoolExecutor(2, thread_name_prefix="mask")
+        self.mask_pool = ThreadPoolExecutor(2, thread_name_prefix="mask")
 
     @classmethod
     def load(cls, config: FrontendConfig) -> TextStack:
@@ -99,13 +101,15 @@ class TextStack:
         log.info("sampling defaults of the model: %s (generation_config %s)", stack.defaults.text(), config.generation_config)
         return stack
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
-        return await self._in_thread(lambda: self.tokenizer.encode(text, add_special_tokens))
+    async def encode(self, text: str, add_special_tokens: bool, check_least: CheckLeast | None = None) -> list[int]:
+        """Token ids of a text. `check_least` may raise before it is tokenized: it is told how many tokens there are at least."""
+        if check_least is not None:
+            check_least(self.tokenizer.least_tokens(text))
+        return await self._jobs.run(lambda: self.tokenizer.encode(text, add_special_tokens), utf8_size(text))
 
     async def decode(self, ids: list[int]) -> str:
         """Text of token ids, special tokens included."""
-        return await self._in_thread(lambda: self.tokenizer.decode(ids, skip_special_tokens=False))
+        return await self._jobs.run(lambda: self.tokenizer.decode(ids, skip_special_tokens=False), len(ids))
 
     async def render(
         self,
@@ -116,28 +120,32 @@ class TextStack:
         continue_final_message: bool,
         kwargs: dict[str, Any],
         add_special_tokens: bool,
+        check_least: CheckLeast | None = None,
     ) -> RenderedPrompt:
-        """The chat as the template writes it. Raises ApiError 400 when there is no template or it refuses the messages."""
+        """The chat as the template writes it. Raises ApiError 400 when there is no template or it refuses the messages.
+
+        `check_least` is `encode`'s.
+        """
         template = self._template
         if template is None:
             raise ApiError(400, "The model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
 
-        def work() -> RenderedPrompt:
-            text = template.render(
+        def work() -> str:
+            return template.render(
                 messages,
                 tools=tools or None,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 kwargs=kwargs,
             )
-            return RenderedPrompt(text, self.tokenizer.encode(text, add_special_tokens))
 
         try:
-            return await self._in_thread(work)
+            text = await self._jobs.run(work)
         except TemplateError as error:
             raise ApiError(
                 400, f"The chat template refused the messages: {error}", param="messages", code="template_error"
             ) from None
+        return RenderedPrompt(text, await self.encode(text, add_special_tokens, check_least))
 
     def parts(self, prompt: RenderedPrompt, rules: OutputRules) -> ChoiceParts:
         """Fresh machinery for one sequence."""
@@ -179,7 +187,8 @@ class TextStack:
     ) -> list[tuple[MaskSource, bytes]]:
         """`count` samples' own states of one compiled grammar, each with the mask of its first token.
 
-        With `reasoning`, a prompt that opens a reasoning lets the model finish that first.
+        With `reasoning`, a prompt that opens a reasoning lets the model finish that first. Raises ApiError 400 for a grammar that
+        compiles and admits no token.
         """
 
         def work() -> list[tuple[MaskSource, bytes]]:
@@ -189,7 +198,10 @@ class TextStack:
             mask = sources[0].mask()
             return [(source, mask) for source in sources]
 
-        return await asyncio.get_running_loop().run_in_executor(self.mask_pool, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.mask_pool, work)
+        except GrammarError as error:
+            raise ApiError(400, f"The grammar cannot be used: {error}", code="invalid_grammar") from None
 
     def _after_reasoning(self, grammar: MaskSource, prompt: RenderedPrompt) -> MaskSource:
         splitter = self._splitter(prompt)
@@ -198,11 +210,8 @@ class TextStack:
         detokenizer = IncrementalDetokenizer(self.tokenizer, prompt.ids[-TAIL:], skip_special_tokens=False)
         return AfterReasoning(grammar, splitter, detokenizer, self.tokenizer)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
     def close(self) -> None:
         """Let the threads end; what they compute is not waited for."""
-        for pool in (self._pool, self.mask_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._jobs.close()
+        self.mask_pool.shutdown(wait=False, cancel_futures=True)
         self.compiler.close()

@@ -109,14 +109,23 @@ class Sequence:
     """First prompt position whose logprobs are asked for and unreported."""
     void_from: int = NEVER
     """Results of steps from this number on are void, because that step failed."""
+    mask_index: int = NEVER
+    """The last generated index whose grammar mask is here; rows that sample later ones are not planned. NEVER without a grammar."""
     failures: int = 0
-    """Failed batches it was in; see `admission.runs_alone`."""
+    """Failed batches and suspicious ends of epochs that it was in; see `admission.runs_alone`."""
+    suspected: bool = False
+    """Epochs alone made it a suspect: it stays one to its end, since one more costs all ranks another epoch."""
     requeued: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
         """Scheduling order: lower priority value first, then arrival."""
         return (self.priority, self.arrival)
+
+    @property
+    def lacks_mask(self) -> bool:
+        """True when the grammar's mask for the next token that it would sample is not here."""
+        return max(self.planned + 1, len(self.tokens)) - self.prompt_len > self.mask_index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +144,8 @@ class SlotAlloc:
 class Plan:
     """One step: FREEs, then ALLOCs, then one forward over `spans` (may be empty when only slots move).
 
-    `tokens` are the given tokens of the spans, concatenated in span order. `owners[i]` is the request of span i.
+    `tokens` are the given tokens of the spans, concatenated in span order. `owners[i]` is the request of span i. `alone`: the only
+    span is of a suspect, which is in no batch with others.
     """
 
     frees: tuple[int, ...]
@@ -143,6 +153,7 @@ class Plan:
     spans: tuple[Span, ...]
     tokens: tuple[int, ...]
     owners: tuple[str, ...]
+    alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

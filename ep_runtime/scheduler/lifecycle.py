@@ -4,6 +4,7 @@
        ^                  |     --leave--> FINISHED --results read--> (gone)
        +----unadmit-------+
 
+A WAITING sequence whose next grammar mask is not here is parked beside the queue, where it is in nobody's way.
 A sequence has its slot and blocks from `admit` until no planned or launched step that names the slot has unread results.
 """
 
@@ -35,9 +36,29 @@ class Lifecycle:
         self.frees: list[int] = []
         self.preemptions = 0
         self.draining = 0
+        self._parked: dict[int, Sequence] = {}
         self._returning: list[Sequence] = []
         self._holders: list[Sequence | None] = [None] * limits.max_slots
         self._computing: dict[str, Sequence] = {}
+
+    # WAITING
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without a slot: queued or parked."""
+        return len(self.queue) + len(self._parked)
+
+    def wait(self, seq: Sequence) -> None:
+        """Queue a WAITING sequence, or park it."""
+        if seq.lacks_mask:
+            self._parked[seq.arrival] = seq
+        else:
+            self.queue.push(seq)
+
+    def unpark(self, seq: Sequence) -> None:
+        """The mask that it lacked is here: it queues at its own place."""
+        if self._parked.pop(seq.arrival, None) is not None:
+            self.queue.push(seq)
 
     # WAITING -> RUNNING
 
@@ -176,7 +197,8 @@ class Lifecycle:
             self.leave(seq, SeqState.FINISHED)
             return
         if seq.state is SeqState.WAITING:
-            self.queue.remove(seq)
+            if self._parked.pop(seq.arrival, None) is None:
+                self.queue.remove(seq)
         else:
             self._returning.remove(seq)
         seq.state = SeqState.FINISHED
@@ -191,7 +213,7 @@ class Lifecycle:
         seq.next_entry = NEVER
         seq.void_from = NEVER
         seq.state = SeqState.WAITING
-        self.queue.push(seq)
+        self.wait(seq)
 
     def _let_go(self, seq: Sequence) -> None:
         self._holders[self._slot(seq)] = None
@@ -217,6 +239,8 @@ class Lifecycle:
         """SchedulerError unless every owner's books add up, each by itself and together."""
         self.slots.check_integrity()
         self.queue.check_integrity()
+        if any(seq.state is not SeqState.WAITING or not seq.lacks_mask for seq in self._parked.values()):
+            raise SchedulerError("a sequence is parked that does not wait for a mask")
         self.running.check_integrity()
         self.blocks.check_integrity([seq.blocks for seq in self.holders()])
         self.tree.check_integrity(self.blocks)

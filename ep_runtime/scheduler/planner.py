@@ -51,6 +51,7 @@ class Planner:
             spans=tuple(draft.spans),
             tokens=tuple(draft.tokens),
             owners=tuple([seq.request_id for seq in draft.sequences]),
+            alone=solo,
         )
         return StepRecord(number=self._numbers, plan=plan, sequences=tuple(draft.sequences), admitted=tuple(draft.admitted))
 
@@ -62,24 +63,28 @@ class Planner:
                 pass
 
     def _plan_solo(self, draft: Draft) -> bool:
-        """A plan for one suspect of failed batches alone, in turn with plans for all others. False when none has work."""
-        solo = self._life.running.solo
-        if not solo:
-            return self._admit_next(draft, alone=True)
-        seq = solo[0]
-        if seq.planned >= seq.prefill_len:
-            self._plan_decodes(draft, [seq])
-        else:
-            self._plan_piece(draft, seq)
-        return bool(draft.spans)
+        """A plan for one suspect alone, in turn with plans for all others. False when none has work.
+
+        The next suspect starts when no other runs, except such as wait for a grammar's mask.
+        """
+        for seq in self._life.running.solo[:]:
+            if seq.planned < seq.prefill_len:
+                return self._plan_piece(draft, seq)
+            if not seq.lacks_mask:
+                self._plan_decodes(draft, [seq])
+                return bool(draft.spans)
+        return self._admit_next(draft, alone=True)
 
     def _plan_decodes(self, draft: Draft, decoding: list[Sequence]) -> None:
-        """One fed row each. The list loses preempted sequences while it is walked: only from behind the current one."""
+        """One fed row each, except for those that lack a grammar's mask.
+
+        The list loses preempted sequences while it is walked: only from behind the current one.
+        """
         add_span, add_sequence = draft.spans.append, draft.sequences.append
         last = Wanted.LAST
         for seq in decoding:
             start = seq.planned
-            if start >= seq.row_limit:
+            if start >= seq.row_limit or start - seq.prompt_len >= seq.mask_index:
                 continue
             new_blocks = []
             if start >= seq.capacity:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from ep_runtime.scheduler.admission import row_limit
+from ep_runtime.scheduler.admission import row_limit, runs_alone
 from ep_runtime.scheduler.core import NEVER, Sequence, SpanResult
 from protocol.messages import FinishReason, SequenceUpdate, Submit, TokenLogprobs
 
 
 def make_sequence(message: Submit, arrival: int, eos_token_ids: tuple[int, ...]) -> Sequence:
-    """A WAITING sequence. Tokens of an earlier epoch count as generated and emitted; their prompt logprobs were reported too."""
+    """A WAITING sequence. Tokens of an earlier epoch count as generated and emitted; their prompt logprobs were reported too.
+
+    A grammar's first mask comes with the message.
+    """
     sampling, prompt_len = message.sampling, len(message.prompt)
     stops = frozenset(sampling.stop_token_ids)
     wants_logprobs = sampling.prompt_logprobs is not None and prompt_len > 1 and not message.generated
@@ -26,6 +29,9 @@ def make_sequence(message: Submit, arrival: int, eos_token_ids: tuple[int, ...])
         token_limit=prompt_len + sampling.max_tokens,
         row_limit=row_limit(prompt_len, sampling.max_tokens),
         logprobs_from=1 if wants_logprobs else NEVER,
+        mask_index=len(message.generated) if sampling.grammar else NEVER,
+        failures=message.suspicions,
+        suspected=runs_alone(message.suspicions),
     )
 
 

@@ -48,15 +48,15 @@ class Scheduler:
     def submit(self, message: Submit) -> SequenceUpdate | None:
         """Queue a request (None), or its only update: 400 when it can never run, 429 when the queue is full.
 
-        A request with `generated` tokens is in the middle of its answer and is never refused for the queue's sake; one whose
-        generated tokens are already complete is answered at once. SchedulerError when the id is alive.
+        A request with `generated` tokens or suspicions was taken in an earlier epoch and is never refused for the queue's sake;
+        one whose generated tokens are already complete is answered at once. SchedulerError when the id is alive.
         """
         if message.request_id in self._live:
             raise SchedulerError(f"request id {message.request_id!r} is alive")
         reason = refusal(len(message.prompt), message.sampling.max_tokens, self.limits)
         if reason is not None:
             return refused(message.request_id, reason, 400)
-        if not message.generated and queue_full(len(self._live), self.limits):
+        if not (message.generated or message.suspicions) and queue_full(len(self._live), self.limits):
             return refused(
                 message.request_id,
                 f"{len(self._live)} requests run or wait; at most {self.limits.max_slots} run and {self.limits.max_queue} wait",
@@ -70,8 +70,20 @@ class Scheduler:
             stop_token = seq.tokens[-1] if finish == "stop" else None
             return SequenceUpdate(seq.request_id, [], finish=finish, stop_token=stop_token)
         self._live[seq.request_id] = seq
-        self._life.queue.push(seq)
+        self._life.wait(seq)
         return None
+
+    def allow(self, request_id: str, index: int) -> bool:
+        """The grammar's mask for generated token `index` is here: the row that samples it may be planned.
+
+        False for a mask that is not the one after the last: it came before, or is ahead of its time.
+        """
+        seq = self._live.get(request_id)
+        if seq is None or index != seq.mask_index + 1:
+            return False
+        seq.mask_index = index
+        self._life.unpark(seq)
+        return True
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these sequences now; unknown ids have ended already. Their updates come with `drain_updates` or `complete`."""
@@ -98,7 +110,7 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step, to be `launched` or `discard`ed before another is made; None when there is nothing to do now.
 
-        None while nothing is launched means that no sequence is alive.
+        None while nothing is launched means that no sequence is alive, or that some wait for grammar masks, and others for room.
         """
         if self._made is not None:
             raise SchedulerError("the last plan was neither launched nor discarded")
@@ -172,7 +184,8 @@ class Scheduler:
             seq.in_flight -= 1
             if seq.state is SeqState.RUNNING:
                 if alone:
-                    self._end(seq, terminal(seq, "error", error, 500))
+                    text = f"The engine failed while it was running this request alone: {error}"
+                    self._end(seq, terminal(seq, "error", text, 500))
                 else:
                     self._recompute(seq, record.number)
             else:
@@ -190,6 +203,10 @@ class Scheduler:
         seq = self._live[request_id]
         return seq.tokens[seq.prompt_len :]
 
+    def live(self) -> list[str]:
+        """The ids of all sequences without a terminal event, in order of submission."""
+        return list(self._live)
+
     @property
     def idle(self) -> bool:
         """True when no sequence is alive, no results are unread, and nothing is left to send or to tell."""
@@ -200,7 +217,7 @@ class Scheduler:
         life = self._life
         return SchedulerStats(
             running=len(life.running),
-            waiting=len(life.queue),
+            waiting=life.waiting,
             free_blocks=life.blocks.available,
             total_blocks=life.blocks.total,
             free_slots=life.slots.free,
@@ -227,7 +244,7 @@ class Scheduler:
                 raise SchedulerError(f"{seq.request_id} has nothing in flight and still drains")
         if named:
             raise SchedulerError("a step in flight names a sequence without a slot")
-        alive = sum(seq.state is not SeqState.FINISHED for seq in holders) + len(self._life.queue)
+        alive = sum(seq.state is not SeqState.FINISHED for seq in holders) + self._life.waiting
         if alive != len(self._live) or any(seq.state is SeqState.FINISHED for seq in self._live.values()):
             raise SchedulerError(f"{len(self._live)} sequences are alive, {alive} hold a slot or wait")
 
@@ -316,7 +333,7 @@ class Scheduler:
 
     def _clear_suspicion(self, seq: Sequence) -> None:
         """It got a token alone, so it is not what failed its batches."""
-        if seq.state is not SeqState.RUNNING or not runs_alone(seq.failures):
+        if seq.state is not SeqState.RUNNING or seq.suspected or not runs_alone(seq.failures):
             return
         self._life.running.remove(seq)
         seq.failures = 0

@@ -6,16 +6,19 @@ import hmac
 import importlib.metadata
 import logging
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ep_runtime.config import RuntimeConfig
-from ep_runtime.supervise import membership as events
+from ep_runtime.supervise import events
+from ep_runtime.supervise.deadlines import Lateness
+from ep_runtime.supervise.events import Action, Event
 from ep_runtime.supervise.frontend import Frontend
+from ep_runtime.supervise.head_link import notice_dead_peer
 from ep_runtime.supervise.loop import Loop, Timer
-from ep_runtime.supervise.membership import Action, Deadlines, Event, Membership
-from ep_runtime.supervise.process import Exit
+from ep_runtime.supervise.membership import Membership
 from protocol.errors import EpLinkLost
 from protocol.message_socket import MessageSocket
 from protocol.messages import Join, Refused, ToCoordinator, ToSupervisor, Welcome
@@ -25,8 +28,12 @@ log = logging.getLogger(__name__)
 JOIN_SECONDS = 10.0
 """What a new connection gets to say JOIN."""
 SEND_SECONDS = 5.0
+TICK_SECONDS = 0.25
+"""Between looks at deadlines and at the ranks' progress."""
 MAX_STRANGERS = 64
-"""Connections that have not joined; more are closed at once."""
+"""Connections that have not joined; for one more the oldest of them goes."""
+JOIN_BYTES = 1 << 16
+"""Longest message of one that has not joined: a stranger gets no more memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,20 +51,35 @@ def package_version() -> str:
     return importlib.metadata.version("ep-runtime")
 
 
-def refusal(join: Join, token: str | None, package: str) -> str | None:
+def refusal(join: Join, token: str | None, package: str) -> Refused | None:
     """Why a JOIN is turned away whatever the membership says, or None. The secret is never repeated."""
     if token is not None and not hmac.compare_digest(join.token.encode(), token.encode()):
-        return "the token is wrong"
+        return Refused("the token is wrong")
     if join.package != package:
-        return f"package version: this rank has {join.package}, the head has {package}"
+        return Refused(f"package version: this rank has {join.package}, the head has {package}")
     return None
+
+
+def membership_of(config: RuntimeConfig) -> Membership:
+    """The state machine for a resolved configuration."""
+    assert config.world_size is not None
+    limits = events.Limits(
+        rendezvous=config.rendezvous_timeout,
+        load=config.load_timeout,
+        handshake=config.handshake_timeout,
+        warm=config.warm_timeout,
+        command=config.command_timeout,
+        drain=config.drain_timeout,
+        failed_starts=config.max_failed_starts,
+        recoveries=config.max_recoveries,
+    )
+    return Membership(config.world_size, limits)
 
 
 class Coordinator:
     """Lives in rank 0's serve process. `on_finish(status, cause)` is called once, when everything has ended."""
 
     def __init__(self, loop: Loop, config: RuntimeConfig, on_finish: Callable[[int, str], None]) -> None:
-        assert config.world_size is not None
         self._loop = loop
         self._config = config
         self._on_finish = on_finish
@@ -65,49 +87,61 @@ class Coordinator:
         self._connections: list[Connection] = []
         self._members: dict[int, Connection] = {}
         self._events: deque[Event] = deque()
-        self._deadline: Timer | None = None
-        self._membership = Membership(
-            world=config.world_size,
-            deadlines=Deadlines(
-                rendezvous=config.rendezvous_timeout,
-                load=config.load_timeout,
-                handshake=config.handshake_timeout,
-                warm=config.warm_timeout,
-                drain=config.drain_timeout,
-            ),
-        )
+        self._membership = membership_of(config)
+        self._lateness = Lateness(time.monotonic())
+        self._ticks: Timer | None = None
 
     def start(self, frontend: Frontend, listener: socket.socket | None, own: socket.socket) -> None:
         """Begin to take ranks: the own supervisor's over `own`, the others' from `listener`."""
         self._frontend = frontend
+        now = time.monotonic()
+        self._lateness = Lateness(now)
         self._adopt(own, "the head's supervisor", local=True)
         if listener is not None:
             self._loop.watch(listener.fileno(), lambda: self._accept(listener))
-        self._perform(self._membership.start())
+        self._perform(self._membership.start(now))
+        self._tick()
 
-    def frontend_ended(self, how: Exit) -> None:
-        """The frontend process is gone."""
-        self._notify(events.FrontendEnded(how=str(how), clean=how.clean))
+    def frontend_ended(self, event: events.FrontendEnded) -> None:
+        """A frontend process is gone."""
+        self._notify(event)
 
     def ask_stop(self, reason: str) -> None:
         """Begin an ordered end."""
         self._notify(events.StopAsked(reason))
 
+    def _tick(self) -> None:
+        self._lateness.tick(time.monotonic(), TICK_SECONDS)
+        self._ticks = self._loop.later(TICK_SECONDS, self._tick)
+        for connection in list(self._connections):
+            self._readable(connection)  # a send that had to wait has read meanwhile, which wakes nobody
+        self._notify(events.Tick())
+
     def _accept(self, listener: socket.socket) -> None:
-        sock, where = listener.accept()
-        if sum(connection.rank is None for connection in self._connections) >= MAX_STRANGERS:
-            sock.close()
+        try:
+            sock, where = listener.accept()
+        except OSError as error:
+            log.warning("a connection could not be taken: %s", error)
             return
+        strangers = [one for one in self._connections if one.rank is None and not one.local]
+        if len(strangers) >= MAX_STRANGERS:
+            # A supervisor says JOIN at once, so that it gets in however many strangers stay without a word.
+            self._turn_away(strangers[0], Refused(f"{MAX_STRANGERS} others wait to join"))
+        if sock.family != socket.AF_UNIX:
+            notice_dead_peer(sock)
         connection = self._adopt(sock, f"connection from {where or 'this host'}", local=False)
-        connection.timer = self._loop.later(JOIN_SECONDS, lambda: self._turn_away(connection, f"no JOIN within {JOIN_SECONDS:g} s"))
+        refused = Refused(f"no JOIN within {JOIN_SECONDS:g} s")
+        connection.timer = self._loop.later(JOIN_SECONDS, lambda: self._turn_away(connection, refused))
 
     def _adopt(self, sock: socket.socket, peer: str, *, local: bool) -> Connection:
-        connection = Connection(MessageSocket(sock, ToCoordinator, peer=peer), local)
+        connection = Connection(MessageSocket(sock, ToCoordinator, peer=peer, limit=JOIN_BYTES), local)
         self._connections.append(connection)
         self._loop.watch(connection.link.fileno(), lambda: self._readable(connection))
         return connection
 
     def _readable(self, connection: Connection) -> None:
+        if connection not in self._connections:
+            return
         try:
             messages = connection.link.ready()
         except EpLinkLost as error:
@@ -122,27 +156,31 @@ class Coordinator:
             elif isinstance(message, Join):
                 self._join(connection, message)
             else:
-                self._turn_away(connection, f"the first message is {type(message).__name__}, not Join")
+                self._turn_away(connection, Refused(f"the first message is {type(message).__name__}, not Join"))
 
     def _join(self, connection: Connection, join: Join) -> None:
         token = None if connection.local else self._config.token
         answer = refusal(join, token, package_version()) or self._membership.admit(join, connection.local)
-        if isinstance(answer, str):
+        if isinstance(answer, Refused):
             self._turn_away(connection, answer)
             return
+        if answer in self._members:
+            log.warning("rank %d has connected again: its old connection is closed", answer)
+            self._drop(self._members[answer])
         if connection.timer is not None:
             connection.timer.cancel()
         connection.rank = answer
+        connection.link.trust()
         self._members[answer] = connection
         log.info("rank %d joined from %s (%s)", answer, join.host, join.device)
+        self._notify(events.Joined(answer, join.boot))
         config = self._config.without_secrets().to_json()
         self._send(answer, Welcome(rank=answer, world=self._membership.world, config=config))
-        self._notify(events.Joined(answer))
 
-    def _turn_away(self, connection: Connection, reason: str) -> None:
-        log.warning("%s refused: %s", connection.link.peer, reason)
+    def _turn_away(self, connection: Connection, refused: Refused) -> None:
+        log.warning("%s refused: %s", connection.link.peer, refused.reason)
         try:
-            connection.link.send(Refused(reason=reason), timeout=0.2)
+            connection.link.send(refused, timeout=0.2)
         except EpLinkLost as error:
             log.debug("%s", error)
         self._drop(connection)
@@ -165,27 +203,28 @@ class Coordinator:
         if len(self._events) > 1:
             return
         while self._events:
-            self._perform(self._membership.handle(self._events[0]))
+            now = time.monotonic()
+            self._perform(self._membership.handle(self._events[0], now, self._lateness.at(now)))
             self._events.popleft()
 
     def _perform(self, actions: list[Action]) -> None:
+        assert self._frontend is not None
         for action in actions:
             match action:
                 case events.Send(rank, message):
                     self._send(rank, message)
-                case events.SetDeadline(seconds):
-                    self._set_deadline(seconds)
+                case events.Drop(rank, reason):
+                    self._give_up(rank, reason)
+                case events.StartFrontend():
+                    self._frontend.start()
                 case events.EndFrontend(grace):
-                    assert self._frontend is not None
                     self._frontend.end(grace)
-                case events.TellFrontend(epoch, reason):
-                    assert self._frontend is not None
-                    self._frontend.tell_ended(epoch, reason)
-                case events.Announce(text):
-                    log.info("%s", text)
+                case events.TellFrontend(message):
+                    self._frontend.tell(message)
+                case events.Announce(text, failure):
+                    log.log(logging.WARNING if failure else logging.INFO, "%s", text)
                 case events.Finish(status, cause):
-                    self._set_deadline(None)
-                    self._on_finish(status, cause)
+                    self._finish(status, cause)
 
     def _send(self, rank: int, message: ToSupervisor) -> None:
         connection = self._members.get(rank)
@@ -197,9 +236,13 @@ class Coordinator:
             log.warning("%s", error)
             self._drop(connection)
 
-    def _set_deadline(self, seconds: float | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        if seconds is not None:
-            self._deadline = self._loop.later(seconds, lambda: self._notify(events.DeadlinePassed()))
+    def _give_up(self, rank: int, reason: str) -> None:
+        connection = self._members.get(rank)
+        if connection is not None:
+            log.warning("rank %d is dropped: %s", rank, reason)
+            self._drop(connection)
+
+    def _finish(self, status: int, cause: str) -> None:
+        if self._ticks is not None:
+            self._ticks.cancel()
+        self._on_finish(status, cause)

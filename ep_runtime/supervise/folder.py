@@ -5,14 +5,22 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import Self
 
 LONGEST = 80
 """Bytes of the folder's path: a Unix socket's path, with its name, has at most 107."""
+
+
+SWEEP_SECONDS = 60.0
+"""Age of a lock below which its owner may be about to take it."""
+EPOCH_SOCKET = re.compile(r"(links|engine)-\d+")
+"""What the head's engine makes for one epoch, and removes unless it is killed."""
 
 
 class FolderError(Exception):
@@ -36,10 +44,35 @@ def check_private(path: Path) -> None:
         raise FolderError(f"{path} is not a private folder of this user")
 
 
+def clear_epochs(path: Path) -> None:
+    """Remove what the head's engines have left of the epochs before; none may be running."""
+    for entry in path.iterdir():
+        if EPOCH_SOCKET.fullmatch(entry.name):
+            entry.unlink(missing_ok=True)
+
+
+def sweep(parent: Path) -> None:
+    """Remove the folders of killed servers of this user in `parent`: their lock is held by nobody, and old enough to have been."""
+    for path in sorted(parent.glob("ep_runtime-*")):
+        try:
+            check_private(path)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except (OSError, FolderError):
+            continue  # it belongs to somebody else, or is not one of these folders
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(lock).st_mtime > SWEEP_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            continue  # its server lives
+        finally:
+            os.close(lock)
+
+
 class RuntimeFolder:
     """The folder, made and held by the head's supervisor (or by a lone worker), and removed at the end.
 
-    A lock says that its owner lives, so that what a killed server left behind is cleared and a second one is refused.
+    A lock says that its owner lives, so that what killed servers left behind is cleared and a second one is refused.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -57,6 +90,8 @@ class RuntimeFolder:
         for left in path.iterdir():
             if left.name != "lock":
                 left.unlink()
+        os.utime(self._lock)
+        sweep(path.parent)
 
     def __enter__(self) -> Self:
         return self

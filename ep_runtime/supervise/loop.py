@@ -1,13 +1,15 @@
-"""A small event loop: readable descriptors, timers and signals, all on the main thread."""
+"""A small event loop: readable descriptors, timers, signals, and calls that other threads hand over, all on the main thread."""
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import selectors
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from typing import Self
@@ -35,8 +37,10 @@ class Loop:
         self._order = itertools.count()
         self._running = False
         self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_write.setblocking(False)
+        self._woken: deque[Callback] = deque()
         self._old_handlers: dict[signal.Signals, object] = {}
-        self._pending_signals: list[signal.Signals] = []
+        self.watch(self._wake_read.fileno(), self._run_woken)
 
     def __enter__(self) -> Self:
         return self
@@ -66,20 +70,19 @@ class Loop:
 
     def on_signals(self, numbers: list[signal.Signals], callback: Callable[[signal.Signals], None]) -> None:
         """Call `callback` from the loop, not from the handler, for each of these signals."""
-        self._wake_write.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
 
         def note(number: int, _: FrameType | None) -> None:
-            self._pending_signals.append(signal.Signals(number))
+            self._woken.append(lambda: callback(signal.Signals(number)))
 
-        def deliver() -> None:
-            self._wake_read.recv(4096)
-            while self._pending_signals:
-                callback(self._pending_signals.pop(0))
-
-        self.watch(self._wake_read.fileno(), deliver)
         for number in numbers:
             self._old_handlers[number] = signal.signal(number, note)
+
+    def call_from_thread(self, callback: Callback) -> None:
+        """Call `callback` once from the loop; any thread may ask for it, also when the loop is over: then nothing happens."""
+        self._woken.append(callback)
+        with contextlib.suppress(OSError):  # a full socket wakes the loop as well, a closed one has no loop to wake
+            self._wake_write.send(b"\0")
 
     def stop(self) -> None:
         """End `run` after the callback that is running."""
@@ -94,6 +97,11 @@ class Loop:
                 if self._running and self._selector.get_map().get(key.fd) is key:
                     key.data()
             self._run_timers()
+
+    def _run_woken(self) -> None:
+        self._wake_read.recv(4096)
+        while self._running and self._woken:
+            self._woken.popleft()()
 
     def _next_wait(self) -> float | None:
         while self._timers and self._timers[0][2].callback is None:

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ep_runtime.supervise.child import NO_PAGE
+
 
 @dataclass(frozen=True, slots=True)
 class Exit:
@@ -32,7 +34,8 @@ class Exit:
 class Child:
     """One child in a session of its own, so that a signal to its process group reaches whatever it started.
 
-    `pidfd` becomes readable the moment the child ends; then `reap` gives its exit.
+    `pidfd` becomes readable the moment the child ends; then `reap` gives its exit. `progress_fd` is the descriptor of a progress
+    page, on which the child says that it runs. Raises `OSError` when the system gives no process.
     """
 
     def __init__(
@@ -43,16 +46,20 @@ class Child:
         *,
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        progress_fd: int | None = None,
+        stdout: int | None = None,
     ) -> None:
-        command = [sys.executable, "-P", "-m", "ep_runtime.supervise.child", str(os.getpid()), module, *arguments]
+        first = [str(os.getpid()), NO_PAGE if progress_fd is None else str(progress_fd)]
+        command = [sys.executable, "-P", "-m", "ep_runtime.supervise.child", *first, module, *arguments]
         self.name = name
         self.exit: Exit | None = None
         self._popen = subprocess.Popen(  # no preexec_fn: between fork and exec runs no code of ours
             command,
             env=None if environment is None else dict(environment),
-            pass_fds=tuple(pass_fds),
+            pass_fds=(*pass_fds, *(() if progress_fd is None else (progress_fd,))),
             start_new_session=True,
             stdin=subprocess.DEVNULL,
+            stdout=stdout,
         )
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
@@ -61,6 +68,11 @@ class Child:
     def alive(self) -> bool:
         """True until `reap` has seen the end."""
         return self.exit is None
+
+    @property
+    def running(self) -> bool:
+        """False once it has ended, reaped or not."""
+        return self.exit is None and os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def send(self, number: signal.Signals) -> None:
         """Signal the child and everything it started; nothing happens when they are gone."""

@@ -17,12 +17,13 @@ from pydantic import ValidationError
 from ep_runtime.config import DEMO, RuntimeConfig, localise, resolve
 from ep_runtime.settings import ConfigRefused, read_config, read_token
 from ep_runtime.supervise.coordinator import Coordinator, package_version
+from ep_runtime.supervise.engine_process import Post
 from ep_runtime.supervise.folder import FolderError, RuntimeFolder, check_private, job_folder
-from ep_runtime.supervise.frontend import Frontend, frontend_config
+from ep_runtime.supervise.frontend import Frontend, frontend_config, listen_http
 from ep_runtime.supervise.loop import Loop
 from ep_runtime.supervise.place import Place, PlaceError, own_cores, read_facts, read_place
 from ep_runtime.supervise.source import ModelNotFound, model_folder
-from ep_runtime.supervise.supervisor import Post, Supervisor
+from ep_runtime.supervise.supervisor import Supervisor
 from protocol.address import connect, listen
 from protocol.channel import never_closed
 from protocol.errors import EpLinkLost
@@ -30,6 +31,8 @@ from protocol.errors import EpLinkLost
 log = logging.getLogger("ep_runtime")
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+CONNECT_SECONDS = 5.0
+"""What one try to reach the head may take."""
 REFUSALS = (ConfigRefused, PlaceError, FolderError, ModelNotFound, EpLinkLost)
 """What ends a start with one line on the terminal."""
 
@@ -68,14 +71,14 @@ def serve(argv: list[str], modules: Modules = Modules()) -> int:
         return 2
 
 
-def work(address: str, token_file: Path | None, device_index: int, join_timeout: float, modules: Modules = Modules()) -> int:
-    """A worker daemon that gets its rank from the head."""
+def work(address: str, token_file: Path | None, device_index: int, modules: Modules = Modules()) -> int:
+    """A worker daemon that gets its rank from the head, whenever that is there."""
     start_logging("info", None)
     try:
         token = read_token(token_file) if token_file is not None else os.environ.get("EP_RUNTIME_TOKEN")
         with RuntimeFolder(None) as folder:
             post = make_post(None, device_index, 1, folder.path, token, modules)
-            return supervise(address, post, join_timeout)
+            return supervise(address, post, None)
     except REFUSALS as error:
         print(f"ep-runtime: {error}", file=sys.stderr)
         return 2
@@ -90,7 +93,7 @@ def head(given: RuntimeConfig, place: Place, modules: Modules) -> int:
     except ValueError as error:
         raise ConfigRefused(str(error)) from error
     path = job_folder(place.job, dict(os.environ)) if place.job else None
-    with RuntimeFolder(path) as folder, Loop() as loop:
+    with RuntimeFolder(path) as folder, open_http(config) as http, Loop() as loop:
         listener = open_listener(config, place, folder.path)
         model = model_folder(config.model)
         if config.model != DEMO and Path(config.model).is_dir():
@@ -104,13 +107,23 @@ def head(given: RuntimeConfig, place: Place, modules: Modules) -> int:
         # The supervisor's own end is not the server's: the coordinator finishes when every member has left.
         supervisor = Supervisor(loop, theirs, post, lambda status, cause: None)
         loop.on_signals(SIGNALS, lambda number: coordinator.ask_stop(number.name))
-        frontend = Frontend(loop, modules.frontend, frontend_config(config, model, folder.path), coordinator.frontend_ended)
+        told = frontend_config(config, model, folder.path, http.fileno())
+        frontend = Frontend(loop, modules.frontend, told, http, coordinator.frontend_ended)
         coordinator.start(frontend, listener, ours)
         supervisor.start()
         loop.run()
+        frontend.close()
         if listener is not None:
             listener.close()
     return report(outcome)
+
+
+def open_http(config: RuntimeConfig) -> socket.socket:
+    """Where HTTP clients connect; raises `ConfigRefused`."""
+    try:
+        return listen_http(config.host, config.port)
+    except OSError as error:
+        raise ConfigRefused(f"host {config.host}, port {config.port}: {error.strerror}") from error
 
 
 def open_listener(config: RuntimeConfig, place: Place, folder: Path) -> socket.socket | None:
@@ -140,14 +153,17 @@ def follow(config: RuntimeConfig, place: Place, modules: Modules) -> int:
     return supervise(f"unix:{folder / 'join'}", post, config.rendezvous_timeout)
 
 
-def supervise(address: str, post: Post, join_timeout: float) -> int:
-    """Join the head at `address` and run this rank's engine until the end."""
-    sock = connect(address, time.monotonic() + join_timeout, never_closed)
-    if address.startswith("unix:"):
-        check_private(post.runtime_dir)
+def supervise(address: str, post: Post, patience: float | None) -> int:
+    """Join the head at `address`, run this rank's engine until the end. `patience`: seconds without a head, None: for ever."""
+
+    def reach() -> socket.socket:
+        if address.startswith("unix:"):
+            check_private(post.runtime_dir)
+        return connect(address, time.monotonic() + CONNECT_SECONDS, never_closed, tries_again=False)
+
     with Loop() as loop:
         outcome = Outcome(loop)
-        supervisor = Supervisor(loop, sock, post, outcome.set)
+        supervisor = Supervisor(loop, None, post, outcome.set, connect=reach, patience=patience)
         loop.on_signals(SIGNALS, lambda number: supervisor.ask_stop(number.name))
         supervisor.start()
         loop.run()

@@ -1,9 +1,16 @@
-"""Where a model's files are on this host: a folder, the built-in demo, or the hub's cache."""
+"""Where a model's files are on this host: a folder, the built-in demo, or the hub's cache.
+
+As a process (`python -m ep_runtime.supervise.source REFERENCE FD`) it writes a `Found` as JSON to the descriptor.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
+
+import msgspec
 
 from ep_runtime.config import DEMO
 from ep_runtime.demo.checkpoint import DemoUnavailable, demo_checkpoint
@@ -15,6 +22,18 @@ PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "*.tx
 
 class ModelNotFound(Exception):
     """`model` names nothing that can be had here."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The answer of a search: the folder, or why there is none."""
+
+    folder: str = ""
+    error: str = ""
+
+
+def at_hand(reference: str) -> bool:
+    """Whether `model_folder` answers at once: nothing is to be built or fetched."""
+    return reference != DEMO and (Path(reference).expanduser().is_dir() or HUB_NAME.fullmatch(reference) is None)
 
 
 def model_folder(reference: str) -> Path:
@@ -45,3 +64,19 @@ def _fetch(name: str) -> Path:
             f"model: {name} is no folder here and could not be fetched from the hub "
             f"({type(error).__name__}: {error}); on a host without a network give a folder"
         ) from error
+
+
+def main() -> int:
+    """Search, and answer on the descriptor."""
+    reference, descriptor = sys.argv[1], int(sys.argv[2])
+    try:
+        found = Found(folder=str(model_folder(reference)))
+    except ModelNotFound as error:
+        found = Found(error=str(error))
+    with os.fdopen(descriptor, "wb") as pipe:
+        pipe.write(msgspec.json.encode(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

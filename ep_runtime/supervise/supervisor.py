@@ -1,33 +1,31 @@
-"""One rank's supervisor: joins, runs the rank's engine, carries messages between it and the coordinator, and ends it."""
+"""One rank's supervisor: joins, keeps the rank's engine, and carries messages between it and the coordinator."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from ep_runtime.config import RuntimeConfig, localise
 from ep_runtime.supervise.coordinator import package_version
-from ep_runtime.supervise.evidence import ENGINE_EXITED, ENGINE_KILLED
-from ep_runtime.supervise.loop import Loop
-from ep_runtime.supervise.membership import FIRST_EPOCH
+from ep_runtime.supervise.engine_keeper import EngineKeeper, Job
+from ep_runtime.supervise.engine_process import Death, EngineState, Post
+from ep_runtime.supervise.folder import clear_epochs
+from ep_runtime.supervise.head_link import HeadLink
+from ep_runtime.supervise.lookup import Lookup
+from ep_runtime.supervise.loop import Loop, Timer
 from ep_runtime.supervise.place import own_cores
-from ep_runtime.supervise.process import Child, Exit
-from ep_runtime.supervise.source import ModelNotFound, model_folder
-from protocol.errors import EpLinkLost
-from protocol.message_socket import MessageSocket
 from protocol.messages import (
     BeginEpoch,
     EndEpoch,
+    EpochLeft,
     FromEngineControl,
     Join,
-    Message,
+    KillEngine,
+    Loaded,
     OpenEpoch,
-    Refused,
+    Progress,
     Report,
     Stop,
     ToSupervisor,
@@ -36,115 +34,101 @@ from protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-KILL_SECONDS = 2.0
-"""Between SIGTERM and SIGKILL."""
-SEND_SECONDS = 5.0
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-    "ROLE_RANK",
-)
-"""Not for engines: their rank and their store come with the epoch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Post:
-    """What a supervisor knows of its own place before it joins."""
-
-    rank: int | None
-    host: str
-    device_index: int
-    local_world: int
-    runtime_dir: Path
-    token: str | None
-    boot: str
-    engine_module: str
-
-
-def engine_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The parent's environment for an engine: without the launcher's ranks, with the thread count of the configuration."""
-    kept = {
-        name: value for name, value in environ.items() if name not in LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
-    }
-    return kept | {"OMP_NUM_THREADS": str(threads)}
+PROGRESS_SECONDS = 0.25
+ASKED_SECONDS = 25.0
+"""What the head gets to drain and to order the end, when it was asked for it: torchrun kills 30 s after its signal."""
+LEAVE_SECONDS = 2.0
+"""What an engine gets to leave its epoch after its supervisor has lost the head; otherwise this is the coordinator's affair."""
 
 
 class Supervisor:
-    """The worker daemon of one rank. `on_finish(status, cause)` is called once, when the engine is gone and the link is closed."""
+    """The worker daemon of one rank. `on_finish(status, cause)` is called once, when the engine is gone and the link is closed.
 
-    def __init__(self, loop: Loop, sock: socket.socket, post: Post, on_finish: Callable[[int, str], None]) -> None:
+    It joins over `sock`, or by `connect`; with that it connects again whenever the link is lost, for `patience` seconds (None: for
+    ever), and its idle engine keeps its weights meanwhile.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        sock: socket.socket | None,
+        post: Post,
+        on_finish: Callable[[int, str], None],
+        *,
+        connect: Callable[[], socket.socket] | None = None,
+        patience: float | None = None,
+    ) -> None:
         self._loop = loop
         self._post = post
         self._on_finish = on_finish
-        self._head = MessageSocket(sock, ToSupervisor, peer="the head")
-        self._connected = True
+        join = Join(
+            token=post.token or "",
+            host=post.host,
+            boot=post.boot,
+            rank=post.rank,
+            device=f"device {post.device_index}",
+            package=package_version(),
+        )
+        self._head = HeadLink(
+            loop,
+            join,
+            sock=sock,
+            connect=connect,
+            patience=patience,
+            on_message=self._from_head,
+            on_lost=self._head_lost,
+            on_given_up=self._given_up,
+        )
+        self._keeper = EngineKeeper(loop, post, self._from_engine, self._engine_died)
+        self._lookup: Lookup | None = None
         self._rank = -1
-        self._epoch = FIRST_EPOCH
-        self._engine: Child | None = None
-        self._control: MessageSocket | None = None
+        self._employed = False
+        """The engine works for the head of this connection: what it says is for it."""
+        self._leaving: Timer | None = None
+        """Set while the engine leaves an epoch because the head was lost; what it says meanwhile is for nobody."""
+        self._ticking = False
         self._stopping = False
-        self._sent: set[signal.Signals] = set()
         self._status, self._cause = 0, ""
 
     def start(self) -> None:
         """Ask to take part."""
-        self._loop.watch(self._head.fileno(), self._from_head)
-        join = Join(
-            token=self._post.token or "",
-            host=self._post.host,
-            boot=self._post.boot,
-            rank=self._post.rank,
-            device=f"device {self._post.device_index}",
-            package=package_version(),
-        )
-        self._tell_head(join)
+        self._head.start()
 
     def ask_stop(self, reason: str) -> None:
-        """A signal asks this rank to end: the coordinator ends all of them in order."""
-        if self._connected:
-            self._tell_head(Stop(reason=reason, grace=0.0))
+        """A signal asks this rank to end: the coordinator ends all of them in order. Without one it ends at once."""
+        if self._head.welcomed:
+            self._head.send(Stop(reason=reason, grace=0.0))
+            self._loop.later(ASKED_SECONDS, lambda: self._stop(Stop(reason=f"{reason}, and no word of the head", grace=0.0)))
         else:
-            self._stop_engine(0.0)
+            self._stop(Stop(reason=reason, grace=0.0))
 
-    # Messages
+    # The head
 
-    def _from_head(self) -> None:
-        try:
-            messages = self._head.ready()
-        except EpLinkLost as error:
-            self._head_lost(str(error))
-            return
-        for message in messages:
-            if self._connected:
-                self._take(message)
-
-    def _take(self, message: ToSupervisor) -> None:
+    def _from_head(self, message: ToSupervisor) -> None:
         match message:
             case Welcome():
                 self._welcome(message)
-            case Refused(reason):
-                self._fail(f"refused by the head: {reason}")
-                self._stop_engine(0.0)
             case OpenEpoch() | BeginEpoch() | EndEpoch():
-                self._epoch = message.epoch
-                self._tell_engine(message)
-            case Stop(_, grace):
-                self._tell_engine(message)
-                self._stop_engine(grace)
+                if isinstance(message, OpenEpoch) and self._rank == 0:
+                    clear_epochs(self._post.runtime_dir)
+                self._keeper.tell(message)
+                self._tick()
+            case KillEngine(reason):
+                self._keeper.kill(reason)
+            case Stop():
+                self._stop(message)
 
     def _welcome(self, welcome: Welcome) -> None:
         self._rank = welcome.rank
         config = RuntimeConfig.from_json(welcome.config)
-        try:
-            folder = model_folder(config.model)
-        except ModelNotFound as error:
-            self._report("ModelNotFound", str(error))
-            return
+        self._cancel_lookup()
+        self._lookup = Lookup(
+            self._loop, config.model, lambda folder: self._found(welcome, config, folder), lambda why: self._missing(why)
+        )
+        self._lookup.start()
+
+    def _found(self, welcome: Welcome, config: RuntimeConfig, folder: Path) -> None:
+        self._lookup = None
         local = localise(
             config,
             model=str(folder),
@@ -152,116 +136,126 @@ class Supervisor:
             local_world=self._post.local_world,
             token=self._post.token,
         )
-        self._start_engine(Welcome(rank=welcome.rank, world=welcome.world, config=local.to_json()), local.threads or 1)
+        threads = local.threads or 1
+        job = Job(
+            Welcome(rank=welcome.rank, world=welcome.world, config=local.to_json()),
+            threads,
+            config.standby,
+            (welcome.rank, welcome.world, config.digest(), local.model, threads),
+        )
+        self._employed = True
+        self._keeper.employ(job)
+        engine = self._keeper.engine
+        if engine is not None and engine.state is EngineState.IDLE:
+            log.info("rank %d: its engine, process %d, has its weights still", self._rank, engine.pid)
+            self._head.send(Loaded(rank=self._rank))
 
-    def _tell_head(self, message: Message) -> None:
-        if not self._connected:
-            return
-        try:
-            self._head.send(message, timeout=SEND_SECONDS)
-        except EpLinkLost as error:
-            self._head_lost(str(error))
-
-    def _tell_engine(self, message: Message) -> None:
-        if self._control is None:
-            return
-        try:
-            self._control.send(message, timeout=SEND_SECONDS)
-        except EpLinkLost as error:
-            log.debug("rank %d: the engine takes no message: %s", self._rank, error)  # its end is reported from its pidfd
-
-    def _from_engine(self) -> None:
-        assert self._control is not None
-        try:
-            for message in self._control.ready():
-                self._tell_head(message)
-        except EpLinkLost as error:
-            log.debug("rank %d: control link: %s", self._rank, error)
-            self._close_control()
+    def _missing(self, why: str) -> None:
+        self._lookup = None
+        self._fail(why)
+        self._head.send(Report(rank=self._rank, epoch=0, error="ModelNotFound", message=why, fatal=True))
 
     def _head_lost(self, error: str) -> None:
-        if not self._connected:
+        """Another connection will be made: the engine waits for it, in no epoch."""
+        self._employed = False
+        self._cancel_lookup()
+        if self._stopping:
+            self._head.close()
             return
-        self._disconnect()
+        log.warning("rank %d: lost the head: %s", self._rank, error)
+        engine = self._keeper.engine
+        if engine is None or engine.state not in (EngineState.BUSY, EngineState.LEAVING):
+            return
+        if engine.state is EngineState.BUSY:
+            engine.tell(EndEpoch(epoch=engine.epoch, reason=f"lost the head: {error}"))
+        self._leaving = self._loop.later(LEAVE_SECONDS, self._left_late)
+
+    def _left_late(self) -> None:
+        self._keeper.kill(f"it did not leave its epoch within {LEAVE_SECONDS:g} s of losing the head")
+
+    def _given_up(self, cause: str) -> None:
         if not self._stopping:
-            self._fail(f"lost the head: {error}")
-        self._stop_engine(0.0)
+            self._fail(cause)
+        self._stop(Stop(reason=cause, grace=0.0))
 
-    # The engine's life
+    # The engine
 
-    def _start_engine(self, welcome: Welcome, threads: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            arguments = ["--control-fd", str(theirs.fileno()), "--runtime-dir", str(self._post.runtime_dir)]
-            arguments += ["--device-index", str(self._post.device_index), "--local-ranks", str(self._post.local_world)]
-            self._engine = Child(
-                f"engine {welcome.rank}",
-                self._post.engine_module,
-                arguments,
-                environment=engine_environment(os.environ, threads),
-                pass_fds=[theirs.fileno()],
+    def _from_engine(self, message: FromEngineControl) -> None:
+        if self._leaving is not None:
+            if isinstance(message, EpochLeft):
+                self._has_left()
+                if self._employed:
+                    self._head.send(Loaded(rank=self._rank))
+            return
+        if self._employed:
+            self._head.send(message)
+
+    def _engine_died(self, death: Death) -> None:
+        self._has_left()
+        if self._employed:
+            report = Report(
+                rank=self._rank,
+                epoch=death.epoch,
+                error=death.error,
+                message=death.message,
+                ended=True,
+                outside=death.outside,
+                alone=death.alone,
             )
-        self._control = MessageSocket(ours, FromEngineControl, peer=f"the engine of rank {welcome.rank}")
-        self._loop.watch(self._control.fileno(), self._from_engine)
-        self._loop.watch(self._engine.pidfd, self._engine_ended)
-        self._tell_engine(welcome)
+            self._head.send(report)
 
-    def _engine_ended(self) -> None:
-        assert self._engine is not None
-        if self._control is not None:
-            self._from_engine()  # its last words come before the word of its death
-        self._loop.forget(self._engine.pidfd)
-        how = self._engine.reap()
-        self._close_control()
-        if not self._expected(how):
-            self._report(ENGINE_KILLED if how.signal is not None else ENGINE_EXITED, f"its engine ended: {how}")
-        if self._stopping:
-            self._leave()
+    def _has_left(self) -> None:
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
 
-    def _expected(self, how: Exit) -> bool:
-        """True for an end that was asked for: exit 0, or a signal that came from here, after STOP."""
-        return self._stopping and (how.clean or how.signal in self._sent)
+    def _tick(self) -> None:
+        """Begin to tell the coordinator where the engine is, until it is in no epoch any more."""
+        if not self._ticking:
+            self._ticking = True
+            self._loop.later(PROGRESS_SECONDS, self._tell_progress)
 
-    def _stop_engine(self, grace: float) -> None:
-        """SIGTERM after `grace` seconds, SIGKILL after `KILL_SECONDS` more; then leave."""
-        if self._stopping:
+    def _tell_progress(self) -> None:
+        self._ticking = False
+        engine = self._keeper.engine
+        if engine is None or not self._employed or engine.state not in (EngineState.BUSY, EngineState.LEAVING):
             return
-        self._stopping = True
-        if self._engine is None or not self._engine.alive:
-            self._leave()
-            return
-        self._loop.later(grace, lambda: self._kill(signal.SIGTERM, grace > 0))
-        self._loop.later(grace + KILL_SECONDS, lambda: self._kill(signal.SIGKILL, True))
-
-    def _kill(self, number: signal.Signals, patient: bool) -> None:
-        assert self._engine is not None
-        if self._engine.alive:
-            log.log(logging.WARNING if patient else logging.DEBUG, "rank %d: %s to its engine", self._rank, number.name)
-            self._sent.add(number)
-            self._engine.send(number)
-
-    def _close_control(self) -> None:
-        if self._control is not None:
-            self._loop.forget(self._control.fileno())
-            self._control.close()
-            self._control = None
+        at = engine.position()
+        self._head.send(
+            Progress(
+                rank=self._rank,
+                epoch=at.epoch,
+                step=at.step,
+                command=at.command_name,
+                phase=at.phase.name,
+                collectives=at.collectives,
+                moves=at.moves,
+                idle_s=at.idle_s,
+            )
+        )
+        self._tick()
 
     # The end
 
-    def _report(self, error: str, message: str) -> None:
-        self._fail(message)
-        self._tell_head(Report(rank=self._rank, epoch=self._epoch, error=error, message=message))
+    def _stop(self, message: Stop) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        self._has_left()
+        self._cancel_lookup()
+        if not self._head.welcomed:
+            self._head.close()
+        self._keeper.stop(message, self._leave)
+
+    def _cancel_lookup(self) -> None:
+        if self._lookup is not None:
+            self._lookup.cancel()
+            self._lookup = None
 
     def _fail(self, cause: str) -> None:
         if self._status == 0:
             self._status, self._cause = 1, cause
 
-    def _disconnect(self) -> None:
-        if self._connected:
-            self._connected = False
-            self._loop.forget(self._head.fileno())
-            self._head.close()
-
     def _leave(self) -> None:
-        self._disconnect()
+        self._head.close()
         self._on_finish(self._status, self._cause)

@@ -6,7 +6,7 @@ bits give equal sums on any device, and an odd weight keeps a change of one elem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -47,10 +47,20 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 def combine(sums: Sequence[torch.Tensor]) -> int:
     """One u64 of many checksums, in their order; a single transfer to the host."""
-    if not sums:
-        return 0
+    return mix(torch.stack(list(sums)).tolist()) if sums else 0
+
+
+def combine_each(groups: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
+    """One u64 a group of checksums; a single transfer to the host for all of them."""
+    sums = [value for group in groups.values() for value in group]
+    values = iter(torch.stack(sums).tolist() if sums else [])
+    return {name: mix([next(values) for _ in group]) for name, group in groups.items()}
+
+
+def mix(values: Iterable[int]) -> int:
+    """One u64 of 64-bit integers, in their order; 0 of none."""
     digest = 0
-    for value in torch.stack(list(sums)).tolist():
+    for value in values:
         digest = ((digest ^ (value & _U64)) * _GOLDEN + _MIX) & _U64
         digest ^= digest >> 29
     return digest

@@ -29,7 +29,7 @@ class PagedPool:
             raise ValueError("two caches name the same layer")
         self._kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer, shape in self._shapes.items():
-            self._kv[layer] = (_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+            self._kv[layer] = (zeros(shape, dtype, device), zeros(shape, dtype, device))
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +82,7 @@ def check_tensor(what: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype:
         raise RuntimeError(f"{what}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, declared {shape} {dtype} on {device}")
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. Host pages come from the system as zeros when they are first touched, so a large cache costs no start-up."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

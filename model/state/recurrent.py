@@ -52,6 +52,11 @@ class RecurrentPool:
         for tensor in self._states.values():
             tensor[target].copy_(tensor[source])
 
+    @property
+    def names(self) -> list[str]:
+        """The name of each state, in the order of `checksums`."""
+        return [name for _, name in self._states]
+
     def checksums(self, slot: int) -> list[torch.Tensor]:
         """One int64 scalar a state, over one slot."""
         self._check(slot)

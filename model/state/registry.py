@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from model.spec import ModelSpec
-from model.state.checksum import combine
+from model.state.checksum import combine, combine_each
 from model.state.paged import PagedPool
 from model.state.recurrent import RecurrentPool
 from model.state.sizes import bytes_per_block, bytes_per_slot
@@ -83,6 +83,15 @@ class StateRegistry:
             if blocks is not None:
                 sums += self.paged.checksums(length, blocks)
         return combine(sums)
+
+    def sections(self, slots: Iterable[int]) -> dict[str, int]:
+        """A u64 checksum of the given slots, in the given order, for each name that recurrent states bear."""
+        names = self.recurrents.names
+        groups: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        for slot in slots:
+            for name, value in zip(names, self.recurrents.checksums(slot), strict=True):
+                groups[name].append(value)
+        return combine_each(groups)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError when a tensor is not of its declared shape, dtype and device."""

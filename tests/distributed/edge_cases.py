@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
@@ -10,14 +11,15 @@ from typing import Any
 import torch
 
 from ep_runtime.engine.epoch import open_head, open_worker
-from ep_runtime.engine.executor import Executor
+from ep_runtime.engine.executor import Choose, Executor
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from model.state.registry import StateRegistry
-from protocol.commands import BATCH, Alloc, Digest, Free, Span, Wanted, forward_command
+from protocol.commands import BATCH, Alloc, Digest, Free, Ping, Span, Wanted, forward_command
 from protocol.errors import EpCommandFailed, EpLinkLost
+from protocol.frame import Frame
 from protocol.messages import Abort, Mask, SamplingParams, Submit
-from protocol.slots import SlotStatus
+from protocol.slots import Change, SlotStatus, SlotTable
 from tests.distributed.chaos_cases import grammar_mask
 from tests.support.engine import Driver, head_of, load, meeting
 from tests.support.rank_context import RankContext
@@ -162,31 +164,24 @@ def late_submission(ctx: RankContext, *, folder: str, **settings: Any) -> Any:
 def lost_while_waiting(ctx: RankContext, *, folder: str, **settings: Any) -> Any:
     """A grammar's mask never comes, and meanwhile a worker is lost: the head's error."""
 
-    forwards = 0
-
     def arrange(executor: Executor) -> None:
-        forward, broadcast = executor._model.forward, executor.comm.broadcast
+        execute = executor.execute
 
-        def counting(batch: ForwardBatch, state: StateRegistry, comm: Communicator) -> ForwardOutput:
-            nonlocal forwards
-            forwards += 1
-            return forward(batch, state, comm)
-
-        def leaving(tensor: torch.Tensor) -> None:
-            if ctx.rank != 0 and forwards:
+        def leaving(frame: Frame, change: Change, slots: SlotTable, choose: Choose) -> None:
+            if ctx.rank != 0 and isinstance(frame.command, Ping):
                 os._exit(0)
-            broadcast(tensor)
+            execute(frame, change, slots, choose)
 
-        executor._model.forward = counting  # type: ignore[method-assign]
-        executor.comm.broadcast = leaving  # type: ignore[method-assign]
+        executor.execute = leaving  # type: ignore[method-assign]
 
     try:
         with head_of(ctx, folder, arrange=arrange, **settings) as driver:
             if driver is None:
                 return None
-            driver.send(Submit("bad", "bad", [5, 6], _params(grammar=True)))
-            driver.head.requests.missing_masks = lambda needed: needed  # type: ignore[method-assign]
-            driver.finish()
+            driver.send(Submit("bad", "bad", [5, 6], _params(grammar=True), mask=grammar_mask([5, 6], [])))
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                driver.turn()
             return "nothing was noticed"
     except EpLinkLost as error:
         return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Collectives over sockets and over shared memory: right values, rank order, and the same bits on every rank."""
+"""Collectives over sockets and over shared memory: right values in rank order, the same bits on every rank, and leaving one."""
 
 from __future__ import annotations
 
@@ -38,3 +38,17 @@ def test_gathers_and_broadcasts_in_turn(ranks: RankPool, world: int, shared: boo
             np.testing.assert_array_equal(piece, part(rank, call, (3, 1 + call % 5), torch.float32).numpy())
         for seen in found:
             np.testing.assert_array_equal(seen["told"][call], np.arange(call % 7) + 100 * call)
+
+
+@pytest.mark.parametrize("peer", ["killed", "leaves"])
+@pytest.mark.parametrize(("shared", "elements"), [(False, 8), (True, 8), (True, LARGE)], ids=["sockets", "shared", "too-large"])
+def test_a_collective_that_a_peer_does_not_come_to_is_left_and_leaves_no_thread(
+    ranks: RankPool, shared: bool, elements: int, peer: str
+) -> None:
+    survivor, other = ranks.outcomes(2, CASES + "leave_pending", shared=shared, elements=elements, peer=peer, deadline=60.0)
+    assert other.kind == ("died" if peer == "killed" else "returned")
+    found = survivor.value
+    assert found["seconds"] < 0.5
+    assert found["slices"][0] < 0.1, "the epoch is not looked at every 20 ms"
+    by_socket = not shared or elements == LARGE
+    assert (found["parked"], found["after"]) == (int(by_socket), 0)

@@ -85,7 +85,7 @@ def test_an_alloc_that_fails_after_its_vote_leaves_the_slot_empty(ranks: RankPoo
 def test_a_poisoned_slot_takes_only_free_and_is_not_compared(ranks: RankPool, checkpoint: Checkpoint) -> None:
     folder = checkpoint("qwen3_next", "plain")
     said, poisoned, good = ranks.run(2, CASES + "poisoned", folder=str(folder), **SETTINGS)[0]
-    assert said[0] == f"EpCommandFailed: tokens from {VOCAB} to {VOCAB}, the vocabulary has {VOCAB}"
+    assert said[0] == f"preparing: EpCommandFailed: tokens from {VOCAB} to {VOCAB}, the vocabulary has {VOCAB}"
     assert said[1] == "ACTIVE"
     assert (said[2].endswith("half way"), said[3]) == (True, poisoned)
     assert "not ACTIVE" in said[4]

@@ -180,16 +180,22 @@ def test_the_models_own_sampling_is_taken_and_shown(server: DemoServer) -> None:
 
 
 def test_ready_follows_the_engine_without_any_request(server: DemoServer, http: httpx.Client) -> None:
-    assert http.get("/ready").status_code == 200
-    engine = server.engine(0)
-    engine.suspend()
-    try:
-        poll(lambda: http.get("/ready").status_code == 503, "not ready while the head is stopped")
+    before = http.get("/ready").json()
+    assert (before["status"], http.get("/health").json()["epoch"]) == ("ready", before["epoch"])
+    server.engine(0).kill()
+    told: list[dict[str, Any]] = []
+
+    def again() -> bool:
         assert http.get("/health").status_code == 200
-        assert "has not reported" in http.get("/ready").json()["reason"]
-    finally:
-        engine.resume()
-    poll(lambda: http.get("/ready").status_code == 200, "ready again")
+        told.append(http.get("/ready").json())
+        return told[-1]["status"] == "ready" and told[-1]["epoch"] > before["epoch"]
+
+    poll(again, "ready again, in another epoch")
+    between = [body for body in told if body["status"] != "ready"]
+    assert between
+    assert all(body["epoch"] is None and body["reason"].startswith("recovering: ") for body in between)
+    assert metric(http, "ep_recoveries_total") == 1
+    assert metric(http, 'ep_last_recovery_seconds{phase="total"}') > 0
 
 
 def test_sigterm_drains_and_ends_everything(server: DemoServer, client: openai.OpenAI, http: httpx.Client) -> None:

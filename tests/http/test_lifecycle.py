@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.messages import EpochReady, Results, SequenceUpdate
+from protocol.messages import EpochReady, Recovered, SequenceUpdate
 from tests.http.conftest import TEXT, Stack, metric, wait_metric
 from tests.support.http_server import frontend_command, frontend_environment
 
@@ -148,7 +148,7 @@ def test_what_an_old_epoch_says_is_dropped(make_stack: MakeStack) -> None:
     new = stack.engine_of(2, held=True)
     new.submits(1)
     ghost = SequenceUpdate(request_id=request_id, tokens=[5], finish="stop")
-    old.send(Results(1, [ghost], old._stats(9, [9, 9])))
+    old.send(old.sequences.results([ghost], 9))
     old.send(EpochReady(1, 512, 400, 8, [], 16, 2, "eager", []))
     old.send_raw(b"\x92\x01\x80")
     old.send_raw(b"nonsense")
@@ -213,16 +213,23 @@ def test_a_silent_engine_and_a_stuck_rank_are_not_ready(make_stack: MakeStack) -
     stack = make_stack(ready_bound_seconds=0.3)
     engine = stack.engine_of(1)
     stack.server.wait_line("out", "ready")
-    assert "has not reported" in poll_ready(stack, 503).json()["reason"]
+    assert "no rank has moved past step -1" in poll_ready(stack, 503).json()["reason"]
     engine.report(10, [10, 10])
     poll_ready(stack, 200)
-    # Traffic goes on, but rank 1 stays where it is.
+    # Traffic of every kind goes on, but rank 1 stays where it is.
     for step in range(11, 10_000):
         engine.report(step, [step, 10])
+        engine.announce()
+        engine.send(Recovered(1, {"total": 1.0}))
         answer = stack.http.get("/ready")
         if answer.status_code == 503:
             break
     assert "rank 1 has not moved past step 10" in answer.json()["reason"]
+    assert int(answer.headers["retry-after"]) >= 1
+    assert metric(stack, "ep_ready") == 0
+    health = stack.http.get("/health")
+    assert (health.status_code, health.json()["epoch"]) == (200, 1)
+    assert "rank 1 has not moved past step 10" in health.json()["reason"]
 
 
 BAD_SETTINGS = [{"port": 70000}, {"tokenizer": "/nonexistent"}, {"reasoning_parser": "psychic"}]

@@ -15,12 +15,13 @@ from ep_runtime.frontend.config import FrontendConfig
 from ep_runtime.frontend.journal import Journal, ended_unseen
 from ep_runtime.frontend.readiness import EngineHealth, Phase, unready_reason
 from ep_runtime.frontend.reasoning_gate import AfterReasoning, free_mask
+from ep_runtime.frontend.replay import ReplayClock
 from ep_runtime.frontend.sampling import derive_seed, token_budget
 from ep_runtime.frontend.text.detokenizer import IncrementalDetokenizer
 from ep_runtime.frontend.text.reasoning import reasoning_splitter
 from ep_runtime.frontend.text.stops import StopMatcher
 from ep_runtime.frontend.text.tokenizer import Tokenizer
-from protocol.messages import EngineStats, SamplingParams, SequenceUpdate, Submit, TokenLogprobs
+from protocol.messages import SamplingParams, SequenceUpdate, Submit, TokenLogprobs
 
 
 class Collector:
@@ -64,7 +65,8 @@ def test_journal_ends_every_entry_once() -> None:
         ([5, 99], {}, "stop"),
         ([5, 99], {"ignore_eos": True}, None),
         ([5, 6], {"stop_token_ids": [6], "ignore_eos": True}, "stop"),
-        ([99], {"min_tokens": 1}, None),
+        ([99], {"min_tokens": 1}, "stop"),
+        ([99], {"min_tokens": 2}, None),
     ],
 )
 def test_a_sequence_that_was_complete_is_not_replayed(tokens: list[int], sampling: dict, finish: str | None) -> None:
@@ -73,6 +75,16 @@ def test_a_sequence_that_was_complete_is_not_replayed(tokens: list[int], samplin
     journal.record(SequenceUpdate("a", tokens))
     ended = ended_unseen(entry, [99])
     assert (None if ended is None else ended.finish) == finish
+
+
+def test_an_entry_is_suspected_once_an_epoch_that_it_was_in() -> None:
+    entry = Journal().add(submit("a"), Collector())
+    entry.suspect(1)
+    assert entry.replay().suspicions == 0
+    entry.epochs += [1, 2, 3]
+    for epoch in (1, 1, 3, 4):
+        entry.suspect(epoch)
+    assert entry.replay().suspicions == 2
 
 
 def test_a_mask_that_is_not_known_yet_holds_the_replay_back() -> None:
@@ -85,24 +97,70 @@ def test_a_mask_that_is_not_known_yet_holds_the_replay_back() -> None:
     assert entry.replay().mask == b"\x01\x00\x00\x00"
 
 
-def stats(step: int, ranks: list[int]) -> EngineStats:
-    return EngineStats(step, *[0] * 10, ranks)
-
-
 def test_readiness_follows_the_slowest_rank() -> None:
-    health = EngineHealth(phase=Phase.READY, heard=0.0)
-    health.observe(stats(5, [5, 5]), 1.0)
+    health = EngineHealth.running(2, 0.0)
     assert unready_reason(health, False, 10.0, 10.0) is None
-    assert "not reported" in (unready_reason(health, False, 12.0, 10.0) or "")
+    assert "no rank has moved past step -1" in (unready_reason(health, False, 10.5, 10.0) or "")
+    health.observe([5, 5], 1.0)
+    assert unready_reason(health, False, 11.0, 10.0) is None
     for now in range(2, 20):
-        health.observe(stats(5 + now, [5 + now, 5]), float(now))
-    assert "rank 1 has not moved past step 5" in (unready_reason(health, False, 19.0, 10.0) or "")
-    # A rank behind the head is well while it moves.
+        health.observe([5 + now, 5], float(now))
+    assert "rank 1 has not moved past step 5 for 18.0 s" in (unready_reason(health, False, 19.0, 10.0) or "")
+    # A rank behind the head is well while it moves; reports in which none moves refresh nobody.
     for now in range(20, 40):
-        health.observe(stats(100, [100, now]), float(now))
-    assert unready_reason(health, False, 39.0, 10.0) is None
+        health.observe([100, now], float(now))
+    assert unready_reason(health, False, 30.0, 10.0) is None
+    for now in range(40, 60):
+        health.observe([100, 39], float(now))
+    assert "rank 0 has not moved past step 100" in (unready_reason(health, False, 40.0, 10.0) or "")
+    assert "no rank has moved" in (unready_reason(health, False, 60.0, 10.0) or "")
+    health.observe([101], 60.0)
+    assert "rank 1 has not moved past step 39" in (unready_reason(health, False, 60.0, 10.0) or "")
     assert (unready_reason(health, True, 39.0, 10.0) or "").startswith("draining")
-    assert "loading" in (unready_reason(EngineHealth(reason="loading"), False, 0.0, 1.0) or "")
+
+
+def test_a_step_of_a_minute_is_no_reason() -> None:
+    health = EngineHealth.running(4, 0.0)
+    health.observe([7] * 4, 10.0)
+    bound = FrontendConfig(model="m", served_model_name=("m",), runtime_dir="/x").ready_bound_seconds
+    assert all(unready_reason(health, False, 10.0 + seconds, bound) is None for seconds in range(61))
+
+
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.RECOVERING, Phase.FAILED])
+def test_without_an_epoch_the_reason_is_told(phase: Phase) -> None:
+    assert unready_reason(EngineHealth(phase, "it loads"), False, 0.0, 1.0) == f"{phase.value}: it loads"
+
+
+def test_a_replay_lasts_until_the_last_sequence_goes_on() -> None:
+    now, took = [10.0], []
+    clock = ReplayClock(lambda: now[0], took.append)
+    clock.begin(["a", "b"])
+    clock.settle("c")
+    now[0] = 11.0
+    clock.settle("a")
+    clock.settle("a")
+    now[0] = 12.5
+    clock.settle("b")
+    assert took == [2.5]
+    clock.settle("b")
+    clock.begin([])
+    assert took == [2.5, 0.0]
+    clock.begin(["a"])
+    clock.cancel()
+    clock.settle("a")
+    clock.begin(["b"])
+    clock.settle("b")
+    assert took == [2.5, 0.0, 0.0]
+
+
+def test_prompt_logprobs_count_and_are_told_once(tokenizer: Tokenizer) -> None:
+    choice = Choice(0, ChoiceParts(detokenizer=IncrementalDetokenizer(tokenizer), stops=StopMatcher([])))
+    first, second = TokenLogprobs(-1.0, 1, [], []), TokenLogprobs(-2.0, 1, [], [])
+    one = choice.push(SequenceUpdate("a", [], prompt_start=1, prompt_logprobs=[first])).prompt_bytes
+    assert one > 0
+    assert choice.push(SequenceUpdate("a", [], prompt_start=1, prompt_logprobs=[second])).prompt_bytes == 0
+    assert choice.push(SequenceUpdate("a", [5], prompt_start=1, prompt_logprobs=[second, second])).prompt_bytes == one
+    assert choice.prompt_logprobs == {1: first, 2: second}
 
 
 def test_seeds_follow_the_documented_hash() -> None:

@@ -155,11 +155,11 @@ _CLASSES = {
 }
 
 
-def make_checkpoint(family: str, variant: str, path: Path) -> Path:
-    """Write the checkpoint into the folder `path` unless it is there; returns `path`."""
+def make_checkpoint(family: str, variant: str, path: Path, *, vocab_size: int = VOCAB) -> Path:
+    """Write the checkpoint into the folder `path` unless it is there; returns `path`. `vocab_size` fits it to a tokenizer."""
     if (path / "config.json").exists():
         return path
-    model = _build(family, variant)
+    model = _build(family, variant, vocab_size)
     _randomise(model, seed=len(family) * 100 + len(variant))
     # Without the original format, transformers keeps a layer's experts in one tensor.
     model.save_pretrained(path, save_original_format=variant != "fused")
@@ -212,9 +212,9 @@ def routing_margin(path: Path, ids: list[int]) -> float:
     return min(margins)
 
 
-def _build(family: str, variant: str) -> nn.Module:
+def _build(family: str, variant: str, vocab_size: int) -> nn.Module:
     config_class, model_class = _CLASSES[family]
-    settings = {**_BASE, **VARIANTS[family][variant]}
+    settings = {**_BASE, **VARIANTS[family][variant], "vocab_size": vocab_size}
     config = getattr(transformers, config_class)(**settings)
     if variant == "vision":
         model_class = model_class.replace("ForCausalLM", "ForConditionalGeneration")

@@ -53,9 +53,10 @@ class DemoServer:
         return sorted(psutil.Process(self.torchrun.pid).children(), key=lambda process: int(process.environ()["RANK"]))
 
     def engine(self, rank: int) -> psutil.Process:
-        """The engine below this rank."""
+        """The engine below this rank: the oldest, until it has been replaced, since another may stand by."""
         below = self.ranks()[rank].children(recursive=True)
-        return next(process for process in below if "ep_runtime.engine.main" in process.cmdline())
+        engines = [process for process in below if "ep_runtime.engine.main" in process.cmdline()]
+        return min(engines, key=lambda process: process.create_time())
 
     def close(self) -> None:
         """End what is left."""

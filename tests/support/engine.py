@@ -20,8 +20,10 @@ from ep_runtime.engine.sampler import Sampler
 from ep_runtime.engine.setup import scheduler_limits, warm_buckets
 from ep_runtime.scheduler.scheduler import Scheduler
 from model.parallel import Parallel
+from protocol.errors import EpEpochClosed
 from protocol.listener import Listener
 from protocol.messages import Results, SamplingParams, SequenceUpdate, Submit, ToEngine
+from protocol.progress import ProgressPage
 from protocol.slots import check_integrity
 from tests.support.rank_context import RankContext
 
@@ -85,12 +87,21 @@ class Driver:
     """The head of a job, driven turn by turn, and the answers so far."""
 
     def __init__(
-        self, rank: RankModel, epoch: RankEpoch, broadcaster: Broadcaster, *, lookahead: bool, digest_interval: int
+        self,
+        rank: RankModel,
+        epoch: RankEpoch,
+        broadcaster: Broadcaster,
+        *,
+        lookahead: bool,
+        digest_interval: int,
+        page: ProgressPage | None = None,
     ) -> None:
         self.answers: dict[str, Answer] = {}
         self.epoch = epoch
         self.broadcaster = broadcaster
         self.on_update: Callable[[SequenceUpdate], None] = lambda update: None
+        self.page = page if page is not None else ProgressPage()
+        self.closed = ""
         self.port = LocalPort(self._take)
         limits = scheduler_limits(rank, epoch.limits)
         self.scheduler = Scheduler(limits)
@@ -102,6 +113,8 @@ class Driver:
             epoch=0,
             digest_interval=digest_interval,
             read_when_ready=not lookahead,
+            page=self.page,
+            check_epoch=self._check_epoch,
         )
         self.head.warm(warm_buckets(rank), rank.config.warm_timeout)
 
@@ -137,6 +150,11 @@ class Driver:
         stats = self.scheduler.stats()
         assert (stats.free_blocks, stats.free_slots) == (stats.total_blocks, stats.total_slots)
 
+    def _check_epoch(self) -> None:
+        """The epoch is closed once `closed` gives a reason."""
+        if self.closed:
+            raise EpEpochClosed(self.closed)
+
     def _take(self, results: Results) -> None:
         for update in results.updates:
             self.answers[update.request_id].take(update)
@@ -167,9 +185,10 @@ def head_of(
                 assert all(state is None for state in epoch.slots), "a slot is still held after shutdown"
             yield None
             return
-        epoch, broadcaster, links = open_head(rank, place, listener, lambda: False)
+        page = ProgressPage()
+        epoch, broadcaster, links = open_head(rank, place, listener, lambda: False, page)
         arrange(epoch.executor)
         with closing(epoch), closing(links):
-            driver = Driver(rank, epoch, broadcaster, lookahead=lookahead, digest_interval=digest_interval)
+            driver = Driver(rank, epoch, broadcaster, lookahead=lookahead, digest_interval=digest_interval, page=page)
             yield driver
             driver.shutdown()

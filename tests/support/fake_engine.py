@@ -9,46 +9,22 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import zmq
 
 from protocol.codec import decode, encode
-from protocol.messages import (
-    Abort,
-    EngineStats,
-    EpochEnded,
-    EpochReady,
-    Mask,
-    Results,
-    SequenceUpdate,
-    Submit,
-    ToEngine,
-    ToFrontend,
-    TokenLogprobs,
-)
+from protocol.messages import Abort, EpochEnded, EpochReady, Results, SequenceUpdate, Submit, Takeover, ToEngine, ToFrontend
+from tests.support.fake_sequences import FakeSequences, Script
 
 T = TypeVar("T")
-Script = Callable[[Submit], list[int]]
 
 
-@dataclass
-class Running:
-    """A submitted sequence; `script` are its tokens, the replayed ones included, over and over."""
-
-    submit: Submit
-    script: list[int]
-    generated: int
-    masks: dict[int, bytes] = field(default_factory=dict)
-
-
-def fake_logprobs(token: int, alternatives: int) -> TokenLogprobs:
-    """Deterministic: the token itself at -0.25, then its successors at -1.5, -2.5, ..."""
-    ids = [token + offset for offset in range(alternatives)]
-    return TokenLogprobs(-0.25, 1, ids, [-0.25 if not offset else -0.5 - offset for offset in range(alternatives)])
+def epoch_ready(epoch: int, *, eos: int, vocab_size: int, **facts: Any) -> EpochReady:
+    """An announcement; two ranks and a context of 512 tokens unless told otherwise."""
+    usual = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 16, "world": 2, "forward_mode": "reference", "inputs": ["text"]}
+    return EpochReady(epoch=epoch, vocab_size=vocab_size, stop_token_ids=[eos], **{**usual, **facts})
 
 
 class FakeEngine:
@@ -58,17 +34,8 @@ class FakeEngine:
         self, runtime_dir: Path, epoch: int, script: Script, *, eos: int, vocab_size: int, held: bool = False, **ready: Any
     ) -> None:
         self.epoch = epoch
-        self._script = script
-        self._eos = eos
-        facts = {
-            "max_model_len": 512,
-            "max_num_seqs": 8,
-            "block_size": 16,
-            "world": 2,
-            "forward_mode": "reference",
-            "inputs": ["text"],
-        }
-        self._ready = EpochReady(epoch=epoch, vocab_size=vocab_size, stop_token_ids=[eos], **{**facts, **ready})
+        self.sequences = FakeSequences(epoch, script, eos=eos)
+        self._ready = epoch_ready(epoch, eos=eos, vocab_size=vocab_size, **ready)
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.bind(f"ipc://{runtime_dir}/engine-{epoch}")
@@ -82,10 +49,8 @@ class FakeEngine:
         self._commands: deque[tuple[Any, ...]] = deque()
         self._seen = threading.Condition()
         self.received: list[ToEngine] = []
-        self._refusal: SequenceUpdate | None = None
-        self._running: dict[str, Running] = {}
+        self.takeovers: list[Takeover] = []
         self._credits: int | None = 0 if held else None
-        self._steps = 0
         self._thread = threading.Thread(target=self._run, name=f"fake-engine-{epoch}", daemon=True)
 
     def start(self) -> FakeEngine:
@@ -97,10 +62,11 @@ class FakeEngine:
         """Say again that the epoch is ready."""
         self.send(self._ready)
 
-    def stop(self, reason: str = "stopped", final: bool = False, announce: bool = True) -> None:
-        """End the epoch, saying so if `announce`."""
+    def stop(self, reason: str = "stopped", announce: bool = True, **fields: Any) -> None:
+        """End the epoch; EpochEnded (not final, and with these fields) says so if `announce`."""
         if self._thread.is_alive():
-            self._command(("stop", reason, final, announce))
+            ended = EpochEnded(self.epoch, reason, **{"final": False, **fields})
+            self._command(("stop", encode(ended) if announce else None))
             self._thread.join(10)
             self._caller.close(0)
             self._context.term()
@@ -127,7 +93,7 @@ class FakeEngine:
 
     def report(self, step: int, ranks: list[int]) -> None:
         """Send results without updates."""
-        self.send(Results(self.epoch, [], self._stats(step, ranks)))
+        self.send(self.sequences.results([], step, ranks))
 
     def refuse(self, update: SequenceUpdate) -> None:
         """Answer the next submitted sequence with this terminal update (its id is filled in)."""
@@ -136,6 +102,10 @@ class FakeEngine:
     def fail(self, update: SequenceUpdate) -> None:
         """End a running sequence with this terminal update."""
         self._command(("fail", update))
+
+    def deaf(self, deaf: bool) -> None:
+        """While deaf, as in a long step, the engine reads nothing that it is sent."""
+        self._command(("deaf", deaf))
 
     def wait_for(self, find: Callable[[list[ToEngine]], T | None], timeout: float = 60) -> T:
         """The first result of `find(received)` that is not None."""
@@ -157,6 +127,11 @@ class FakeEngine:
         """Wait until the frontend has aborted this sequence."""
         self.wait_for(lambda ms: True if any(isinstance(m, Abort) and request_id in m.request_ids for m in ms) else None)
 
+    def taken_over(self, count: int) -> None:
+        """Wait until so many frontends have introduced themselves."""
+        with self._seen:
+            assert self._seen.wait_for(lambda: len(self.takeovers) >= count, 60)
+
     def clear(self) -> None:
         """Forget what was received."""
         with self._seen:
@@ -169,18 +144,17 @@ class FakeEngine:
     @property
     def running(self) -> int:
         """Sequences that hold a slot."""
-        return len(self._running)
+        return len(self.sequences)
 
     # The thread's side
 
     def _run(self) -> None:
         self._publish(self._ready)
-        poller = zmq.Poller()
-        poller.register(self._inbox, zmq.POLLIN)
-        poller.register(self._control, zmq.POLLIN)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._control, zmq.POLLIN)
         while True:
-            busy = self._can_step()
-            events = dict(poller.poll(0 if busy else None))
+            events = dict(self._poller.poll(0 if self._can_step() else None))
             if self._control in events and not self._obey_all():
                 break
             while self._inbox in events:
@@ -209,101 +183,35 @@ class FakeEngine:
             case ("send", data):
                 self._outbox.send(data)
             case ("fail", update):
-                self._running.pop(update.request_id)
-                self._publish(Results(self.epoch, [update], self._stats(self._steps, [self._steps] * 2)))
+                self._publish(self.sequences.end(update))
             case ("refuse", update):
-                self._refusal = update
-            case ("stop", reason, final, announce):
-                if announce:
-                    self._publish(EpochEnded(self.epoch, reason, final))
+                self.sequences.refuse(update)
+            case ("deaf", deaf):
+                self._poller.register(self._inbox, 0 if deaf else zmq.POLLIN)
+            case ("stop", ended):
+                if ended is not None:
+                    self._outbox.send(ended)
                 return False
         return True
 
     def _take(self, message: ToEngine) -> None:
-        match message:
-            case Submit() if self._refusal is not None:
-                update = msgspec.structs.replace(self._refusal, request_id=message.request_id)
-                self._refusal = None
-                self._publish(Results(self.epoch, [update], self._stats(self._steps, [self._steps] * 2)))
-            case Submit():
-                running = Running(message, self._script(message), len(message.generated))
-                if message.sampling.grammar:
-                    running.masks[running.generated] = message.mask
-                self._running[message.request_id] = running
-            case Mask():
-                if message.request_id in self._running:
-                    self._running[message.request_id].masks[message.index] = message.mask
-            case Abort():
-                for request_id in message.request_ids:
-                    self._running.pop(request_id, None)
+        answer = self.sequences.take(message)
+        if answer is not None:
+            self._publish(answer)
         with self._seen:
-            self.received.append(message)
+            if isinstance(message, Takeover):
+                self.takeovers.append(message)
+            else:
+                self.received.append(message)
             self._seen.notify_all()
 
-    def _due(self) -> list[Running]:
-        return [seq for seq in self._running.values() if not seq.submit.sampling.grammar or seq.generated in seq.masks]
-
     def _can_step(self) -> bool:
-        return self._credits != 0 and bool(self._due())
+        return self._credits != 0 and bool(self.sequences.due())
 
     def _step(self) -> None:
         if self._credits is not None:
             self._credits -= 1
-        self._steps += 1
-        updates = [self._advance(sequence) for sequence in self._due()]
-        for update in updates:
-            if update.finish is not None:
-                del self._running[update.request_id]
-        self._publish(Results(self.epoch, updates, self._stats(self._steps, [self._steps] * 2)))
+        self._publish(self.sequences.step())
 
-    def _advance(self, sequence: Running) -> SequenceUpdate:
-        submit, sampling = sequence.submit, sequence.submit.sampling
-        token = sequence.script[sequence.generated % len(sequence.script)]
-        if sampling.grammar:
-            token = self._allowed(token, sequence.masks.pop(sequence.generated))
-        first = sequence.generated == len(submit.generated)
-        sequence.generated += 1
-        stops = token in sampling.stop_token_ids or (token == self._eos and not sampling.ignore_eos)
-        finish = "stop" if stops else ("length" if sequence.generated >= sampling.max_tokens else None)
-        prompt_logprobs = None
-        if first and sampling.prompt_logprobs is not None:
-            prompt_logprobs = [fake_logprobs(other, sampling.prompt_logprobs) for other in submit.prompt[1:]]
-        return SequenceUpdate(
-            request_id=submit.request_id,
-            tokens=[token],
-            logprobs=None if sampling.logprobs is None else [fake_logprobs(token, sampling.logprobs)],
-            finish=finish,
-            stop_token=token if stops else None,
-            prompt_start=1 if prompt_logprobs is not None else 0,
-            prompt_logprobs=prompt_logprobs,
-            cached=3 if first else 0,
-        )
-
-    def _allowed(self, wanted: int, mask: bytes) -> int:
-        """The scripted token if the mask allows it, else the end token, else the lowest allowed."""
-        bits = int.from_bytes(mask, "little")
-        for token in (wanted, self._eos):
-            if bits >> token & 1:
-                return token
-        assert bits, "the mask allows no token"
-        return (bits & -bits).bit_length() - 1
-
-    def _stats(self, step: int, ranks: list[int]) -> EngineStats:
-        running = len(self._running)
-        return EngineStats(
-            step=step,
-            running=running,
-            waiting=0,
-            free_blocks=100,
-            total_blocks=128,
-            free_slots=8 - min(8, running),
-            total_slots=8,
-            preemptions=0,
-            prompt_tokens=10,
-            generated_tokens=step,
-            cached_tokens=3,
-            ranks=ranks,
-        )
-
-    def _publish(self, message: ToFrontend) -> None:
+    def _publish(self, message: Results | EpochReady) -> None:
         self._outbox.send(encode(message))

@@ -30,14 +30,22 @@ def frontend_environment() -> dict[str, str]:
 
 
 class FrontendProcess:
-    """`python -P -m ep_runtime.frontend.main` with a config file; `url` is known when the constructor returns."""
+    """`python -P -m ep_runtime.frontend.main` with a config file; `url` is known when the constructor returns.
+
+    A `listen_fd` is inherited.
+    """
 
     def __init__(self, folder: Path, before: str = "", **config: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "frontend.json"
         path.write_text(json.dumps({"port": 0, "runtime_dir": str(folder), **config}))
         self.process = subprocess.Popen(
-            frontend_command(path, before), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=frontend_environment()
+            frontend_command(path, before),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=frontend_environment(),
+            pass_fds=[config["listen_fd"]] if "listen_fd" in config else [],
         )
         self._seen = threading.Condition()
         self._lines: dict[str, list[str]] = {"out": [], "err": []}

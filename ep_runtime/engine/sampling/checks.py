@@ -9,6 +9,8 @@ from protocol.messages import SamplingParams, Submit
 MAX_FLOAT32 = 3.4e38
 MAX_LOGIT_BIAS = 1e4
 """Far above any logit, far below what overflows float32."""
+MOST_LOGPROBS = 256
+"""Alternatives of a token: what they take is small against its row of logits."""
 
 
 def submission_fault(message: Submit, vocab_size: int) -> str | None:
@@ -42,6 +44,11 @@ def sampling_fault(params: SamplingParams, prompt: Sequence[int], generated: Seq
         (not 0.0 <= params.min_p <= 1.0, f"min_p is {params.min_p}; it must be in 0..1"),
         (params.top_k < 0, f"top_k is {params.top_k}; it must not be negative"),
         (params.min_tokens < 0, f"min_tokens is {params.min_tokens}; it must not be negative"),
+        ((params.logprobs or 0) > MOST_LOGPROBS, f"logprobs is {params.logprobs}; at most {MOST_LOGPROBS} are given"),
+        (
+            (params.prompt_logprobs or 0) > MOST_LOGPROBS,
+            f"prompt_logprobs is {params.prompt_logprobs}; at most {MOST_LOGPROBS} are given",
+        ),
         ((params.logprobs or 0) < 0, f"logprobs is {params.logprobs}; it must not be negative"),
         ((params.prompt_logprobs or 0) < 0, f"prompt_logprobs is {params.prompt_logprobs}; it must not be negative"),
     ):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from ep_runtime.engine.staging import download
+from model.scratch import SAMPLED_AT_ONCE
 from protocol.messages import TokenLogprobs
 
-_ELEMENTS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Logits worked on at once: what a CPU's cache holds; on a GPU a bound on scratch memory."""
+_ELEMENTS_AT_ONCE = {"cpu": 1 << 18, "cuda": SAMPLED_AT_ONCE["cuda"]}
+"""Logits worked on at once: what a CPU's cache holds; on a GPU what the memory plan allows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,27 +9,26 @@ import numpy as np
 import torch
 
 from ep_runtime.engine.staging import upload
+from model.state.paged import zeros
 
 
 class PenaltyPool:
-    """Rows of counts, handed out to slots and grown by doubling up to `max_rows`.
+    """`max_rows` rows of counts, handed out to slots.
 
-    A row is `generated` int32 [V] (how often each token was generated) and `prompted` bool [V] (whether the prompt holds it).
+    A row is `generated` int32 [V] (how often each token was generated) and `prompted` bool [V] (whether the prompt holds it). All
+    rows exist from the start, as the memory plan says, so that no request can find them missing.
     """
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self.max_rows = max_rows
         self.device = device
-        self.generated = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self.prompted = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
-        self._free: list[int] = []
+        self.generated = zeros((max_rows, vocab_size), torch.int32, device)
+        self.prompted = zeros((max_rows, vocab_size), torch.bool, device)
+        self._free = list(range(max_rows - 1, -1, -1))
         self.taken: set[int] = set()
 
     def take(self, prompt: list[int], generated: list[int]) -> int:
-        """A row that holds these tokens. MemoryError when `max_rows` are taken."""
-        if not self._free:
-            self._grow()
+        """A row that holds these tokens. IndexError when all are taken: there is one for each slot."""
         row = self._free.pop()
         self.taken.add(row)
         ids, counts = np.unique(np.array(generated, np.int64), return_counts=True)
@@ -68,15 +67,3 @@ class PenaltyPool:
         seen = produced | self.prompted.index_select(0, rows)
         logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
         return logits - presence * produced - frequency * counts
-
-    def _grow(self) -> None:
-        old = self.generated.shape[0]
-        new = min(self.max_rows, max(1, 2 * old))
-        if new == old:
-            raise MemoryError(f"all {old} penalty rows are taken")
-        generated = torch.zeros(new, self.vocab_size, dtype=torch.int32, device=self.device)
-        prompted = torch.zeros(new, self.vocab_size, dtype=torch.bool, device=self.device)
-        generated[:old] = self.generated
-        prompted[:old] = self.prompted
-        self.generated, self.prompted = generated, prompted
-        self._free = list(range(new - 1, old - 1, -1))

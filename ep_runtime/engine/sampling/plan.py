@@ -1,7 +1,7 @@
 """What one call of the sampler does to which rows, decided on the host from plain values (numpy, no tensors).
 
-Rows are grouped into chunks that run the same stages. On a GPU a chunk is every row of its kind; on a CPU, where narrowing a row
-to its candidates pays and the caches are small, it is one row.
+Rows are grouped into chunks that run the same stages. On a GPU a chunk is every row of its kind, as far as the memory plan allows;
+on a CPU, where narrowing a row to its candidates pays and the caches are small, it is one row.
 """
 
 from __future__ import annotations
@@ -89,25 +89,28 @@ class Chunk:
     arrays: dict[str, np.ndarray]
 
 
-def group_rows(kinds: Sequence[Kind], one_by_one: bool) -> list[tuple[Kind, tuple[int, ...]]]:
-    """Row places by kind, in a fixed order; with `one_by_one` all but ARGMAX rows are alone."""
+def group_rows(kinds: Sequence[Kind], one_by_one: bool, at_once: int) -> list[tuple[Kind, tuple[int, ...]]]:
+    """Row places by kind, in a fixed order, at most `at_once` together; with `one_by_one` all but ARGMAX rows are alone."""
     groups: list[tuple[Kind, tuple[int, ...]]] = []
     for kind in Kind:
         members = tuple(row for row, its in enumerate(kinds) if its == kind)
-        if one_by_one and kind != Kind.ARGMAX:
-            groups.extend((kind, (row,)) for row in members)
-        elif members:
-            groups.append((kind, members))
+        most = 1 if one_by_one and kind != Kind.ARGMAX else at_once
+        groups.extend((kind, members[start : start + most]) for start in range(0, len(members), most))
     return groups
 
 
 def plan_chunks(
-    slots: Sequence[SlotParams], indices: Sequence[int], masks: Sequence[bytes | None], vocab_size: int, one_by_one: bool
+    slots: Sequence[SlotParams],
+    indices: Sequence[int],
+    masks: Sequence[bytes | None],
+    vocab_size: int,
+    one_by_one: bool,
+    at_once: int,
 ) -> list[Chunk]:
-    """The chunks of one call over rows with these parameters, generated indices and grammar masks."""
+    """The chunks of one call over rows with these parameters, generated indices and grammar masks, of at most `at_once` rows."""
     kinds = [row_kind(slot, index, mask) for slot, index, mask in zip(slots, indices, masks, strict=True)]
     chunks = []
-    for kind, members in group_rows(kinds, one_by_one):
+    for kind, members in group_rows(kinds, one_by_one, at_once):
         arrays = {"rows": np.array(members, np.int64)}
         if kind != Kind.ARGMAX:
             own = [slots[row] for row in members]

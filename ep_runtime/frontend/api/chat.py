@@ -19,9 +19,9 @@ from ep_runtime.frontend.choice import Choice
 from ep_runtime.frontend.context import Frontend, frontend_of
 from ep_runtime.frontend.grammar_driver import GrammarDriver
 from ep_runtime.frontend.reasoning_gate import MaskSource
-from ep_runtime.frontend.sampling import derive_seed, draw_seed, sampling_params, token_budget
+from ep_runtime.frontend.sampling import check_least, derive_seed, draw_seed, sampling_params, token_budget
 from ep_runtime.frontend.text_stack import OutputRules, RenderedPrompt
-from protocol.messages import SamplingParams, Submit
+from protocol.messages import EpochReady, SamplingParams, Submit
 
 router = APIRouter(tags=["generation"], route_class=StrictRoute)
 
@@ -38,12 +38,23 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     front = frontend_of(request)
     front.check_model(body.model)
     check_tools_served(front, body)
-    info = front.open_engine()
-    prompt = await render(front, body)
+    info = await front.reach_engine()
+    with front.preparing(info, body.n):
+        prompt = await render(front, body, info)
+        sampling = make_sampling(front, body, prompt, info)
+        grammars = await make_grammars(front, body, prompt)
+    # Time has passed in threads: what was checked at the start must still hold.
+    front.open_engine()
+    front.admit(info, body.n)
+    return await run(request, front, body, prompt, sampling, grammars)
+
+
+def make_sampling(front: Frontend, body: ChatRequest, prompt: RenderedPrompt, info: EpochReady) -> list[SamplingParams]:
+    """Each sample's parameters."""
     budget = token_budget(len(prompt.ids), body.token_limit, info.max_model_len, front.text.defaults.max_new_tokens)
     top = (body.top_logprobs or 0) if body.logprobs else None
     seed = draw_seed() if body.seed is None else body.seed
-    sampling = [
+    return [
         sampling_params(
             body,
             front.text.defaults,
@@ -56,12 +67,6 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
         )
         for index in range(body.n)
     ]
-    front.admit(info, body.n)
-    grammars = await make_grammars(front, body, prompt)
-    # Time has passed in threads: what was checked at the start must still hold.
-    front.open_engine()
-    front.admit(info, body.n)
-    return await run(request, front, body, prompt, sampling, grammars)
 
 
 async def run(
@@ -77,7 +82,7 @@ async def run(
     choices = [Choice(index, front.text.parts(prompt, output_rules(body))) for index in range(body.n)]
     submits = [
         Submit(
-            request_id=f"{group}-{index}",
+            request_id=f"{front.engine.prefix}{group}-{index}",
             group=group,
             prompt=prompt.ids,
             sampling=params,
@@ -102,8 +107,8 @@ async def run(
     return await answer(request, front, generation, writer, body.stream, group)
 
 
-async def render(front: Frontend, body: ChatRequest) -> RenderedPrompt:
-    """The prompt that the chat template writes."""
+async def render(front: Frontend, body: ChatRequest, info: EpochReady) -> RenderedPrompt:
+    """The prompt that the chat template writes; 400 when it is empty, or certainly too long."""
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -115,6 +120,7 @@ async def render(front: Frontend, body: ChatRequest) -> RenderedPrompt:
         continue_final_message=body.continue_final_message,
         kwargs=kwargs,
         add_special_tokens=body.add_special_tokens,
+        check_least=lambda least: check_least(least, body.token_limit, info.max_model_len),
     )
     if not prompt.ids:
         raise ApiError(400, "The rendered prompt is empty", param="messages")

@@ -206,10 +206,12 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
 
 def join_calls(deltas: list[ToolCallDelta]) -> list[dict[str, Any]]:
     """Whole calls from their pieces, in order of index."""
-    calls: dict[int, dict[str, Any]] = {}
+    pieces: dict[int, list[ToolCallDelta]] = {}
     for delta in deltas:
-        if delta.index not in calls:
-            function = {"name": delta.name, "arguments": ""}
-            calls[delta.index] = {"id": delta.id, "type": "function", "function": function}
-        calls[delta.index]["function"]["arguments"] += delta.arguments
-    return [calls[index] for index in sorted(calls)]
+        pieces.setdefault(delta.index, []).append(delta)
+    return [_whole_call(pieces[index]) for index in sorted(pieces)]
+
+
+def _whole_call(pieces: list[ToolCallDelta]) -> dict[str, Any]:
+    function = {"name": pieces[0].name, "arguments": "".join([piece.arguments for piece in pieces])}
+    return {"id": pieces[0].id, "type": "function", "function": function}

@@ -20,7 +20,7 @@ from ep_runtime.frontend.context import Frontend, frontend_of
 from ep_runtime.frontend.defaults import SamplingDefaults
 from ep_runtime.frontend.grammar_driver import GrammarDriver
 from ep_runtime.frontend.reasoning_gate import MaskSource
-from ep_runtime.frontend.sampling import check_token_ids, derive_seed, draw_seed, given, sampling_params, token_budget
+from ep_runtime.frontend.sampling import check_least, check_token_ids, derive_seed, draw_seed, given, sampling_params, token_budget
 from ep_runtime.frontend.text_stack import OutputRules, RenderedPrompt
 from protocol.messages import EpochReady, Submit
 
@@ -36,14 +36,14 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     """Continue one or more prompts."""
     front = frontend_of(request)
     front.check_model(body.model)
-    info = front.open_engine()
+    info = await front.reach_engine()
     count = len(body.prompts) * body.n
-    front.admit(info, count)
-    prompts = [await encode_prompt(front, body, prompt, info.vocab_size) for prompt in body.prompts]
-    grammars = await make_grammars(front, body, prompts)
+    with front.preparing(info, count):
+        prompts = [await encode_prompt(front, body, prompt, info) for prompt in body.prompts]
+        grammars = await make_grammars(front, body, prompts)
     group = f"cmpl-{uuid.uuid4().hex}"
     masks = [b"" if grammar is None else grammar[1] for grammar in grammars]
-    submits = make_submits(body, front.text.defaults, prompts, info, group, masks)
+    submits = make_submits(body, front.text.defaults, prompts, info, group, f"{front.engine.prefix}{group}", masks)
     # Time has passed in threads: what was checked at the start must still hold.
     front.open_engine()
     front.admit(info, count)
@@ -67,9 +67,10 @@ def make_submits(
     prompts: list[RenderedPrompt],
     info: EpochReady,
     group: str,
+    prefix: str,
     masks: list[bytes],
 ) -> list[Submit]:
-    """One Submit a sample, prompt by prompt. Sample i has the same seed for every prompt of a list."""
+    """One Submit a sample, prompt by prompt, with ids from `prefix`. Sample i has the same seed for every prompt of a list."""
     seed = draw_seed() if body.seed is None else body.seed
     echoed = body.logprobs if body.echo else None
     wanted = [count for count in (echoed, body.prompt_logprobs) if count is not None]
@@ -92,7 +93,7 @@ def make_submits(
             )
             submits.append(
                 Submit(
-                    request_id=f"{group}-{index}",
+                    request_id=f"{prefix}-{index}",
                     group=group,
                     prompt=prompt.ids,
                     sampling=params,
@@ -122,14 +123,17 @@ def make_writer(
     )
 
 
-async def encode_prompt(front: Frontend, body: CompletionRequest, prompt: Prompt, vocab_size: int) -> RenderedPrompt:
-    """Token ids of one prompt; 400 when there are none or one is outside the vocabulary."""
+async def encode_prompt(front: Frontend, body: CompletionRequest, prompt: Prompt, info: EpochReady) -> RenderedPrompt:
+    """Token ids of one prompt; 400 when there are none or certainly too many, or one is outside the vocabulary."""
     if isinstance(prompt, str):
-        ids = await front.text.encode(prompt, body.add_special_tokens)
+        ids = await front.text.encode(
+            prompt, body.add_special_tokens, lambda least: check_least(least, body.max_tokens, info.max_model_len)
+        )
         if not ids:
             raise ApiError(400, "prompt is empty", param="prompt")
         return RenderedPrompt(prompt, ids)
-    check_token_ids(prompt, vocab_size, "prompt")
+    check_token_ids(prompt, info.vocab_size, "prompt")
+    token_budget(len(prompt), body.max_tokens, info.max_model_len)
     return RenderedPrompt(await front.text.decode(prompt) if body.echo else "", prompt)
 
 

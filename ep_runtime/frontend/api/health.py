@@ -20,9 +20,10 @@ class HealthResponse(BaseModel):
 
 
 @router.get("/health", response_model=HealthResponse)
-async def health() -> Response:
-    """200 whenever this process answers."""
-    return JSONResponse({"status": "ok", "epoch": None, "reason": None})
+async def health(request: Request) -> Response:
+    """200 whenever this process answers; `reason` is /ready's."""
+    front = frontend_of(request)
+    return JSONResponse({"status": "ok", "epoch": front.engine.epoch, "reason": front.unready_reason()})
 
 
 @router.get(

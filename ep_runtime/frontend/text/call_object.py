@@ -34,7 +34,7 @@ class CallObject:
 
     def __init__(self, calls: CallList) -> None:
         self._calls = calls
-        self._stack = ""
+        self._stack: list[str] = []
         self._in_string = False
         self._escaped = False
         self._head: list[str] = []
@@ -89,16 +89,16 @@ class CallObject:
             return True
         if not self._stack:
             if char == "{":
-                self._stack = "{"
+                self._stack.append(char)
             return char == "{" or char.isspace()
         if char == '"':
             self._in_string = True
         elif char in "{[":
-            self._stack += char
+            self._stack.append(char)
         elif char in _PAIRS:
             if self._stack[-1] != _PAIRS[char]:
                 return False
-            self._stack = self._stack[:-1]
+            self._stack.pop()
         # Outside of strings JSON has no such characters: this is prose, or another tag.
         return char not in "<>`"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ep_runtime.frontend.text.spaced_tag import SpacedTag
+
 OPEN = "<think>"
 CLOSE = "</think>"
 REASONING_NAMES = ("auto", "none", "qwen3", "deepseek")
@@ -31,7 +33,7 @@ class ReasoningSplitter:
     """A stream splitter; its result does not depend on how the stream is cut into pieces.
 
     Tags are dropped, and so are the line breaks next to them. Held back is only what may be a part of a tag or such a line break.
-    A `<think>` after the reasoning has ended is content.
+    A `<think>` after the reasoning has ended is content. Work per character does not grow with what is held back.
 
     States: undecided (may open the reasoning) and inside (may repeat the prompt's tag) -> lead (line breaks after the tag) ->
     body -> after (line breaks after the end) -> content.
@@ -39,6 +41,8 @@ class ReasoningSplitter:
 
     def __init__(self, state: str) -> None:
         self._state = state
+        self._opening = SpacedTag(OPEN)
+        self._breaks: list[str] = []  # line breaks that the end tag may follow
         self._held = ""
 
     @property
@@ -48,10 +52,10 @@ class ReasoningSplitter:
 
     def push(self, text: str) -> tuple[str, str]:
         """Takes a piece of the output; returns (reasoning, content) to emit."""
-        self._held += text
         reasoning = ""
         if self._state in ("undecided", "inside"):
-            self._open()
+            text = self._open(text)
+        self._held += text
         if self._state == "lead":
             self._skip_lines("body")
         if self._state == "body":
@@ -65,17 +69,17 @@ class ReasoningSplitter:
 
     def finish(self) -> tuple[str, str]:
         """The output has ended: returns what was held back, as (reasoning, content)."""
-        held, self._held = self._held, ""
+        held = (self._opening.raw if self._state in ("undecided", "inside") else "") + "".join(self._breaks) + self._held
+        self._breaks, self._held = [], ""
         return (held, "") if self.in_reasoning else ("", held)
 
-    def _open(self) -> None:
-        """Decides what the output begins with: an opening tag, after white space at most, or something else."""
-        start = self._held.lstrip()
-        if start.startswith(OPEN):
-            self._held = start.removeprefix(OPEN)
-            self._state = "lead"
-        elif not OPEN.startswith(start):
-            self._state = "lead" if self._state == "inside" else "content"
+    def _open(self, text: str) -> str:
+        """Decides what the output begins with: an opening tag, or something else. Returns what follows."""
+        rest = self._opening.push(text)
+        if rest is None:
+            return ""
+        self._state = "lead" if self._opening.found or self._state == "inside" else "content"
+        return rest
 
     def _skip_lines(self, following: str) -> None:
         self._held = self._held.lstrip("\n")
@@ -84,15 +88,19 @@ class ReasoningSplitter:
 
     def _body(self) -> str:
         end = self._held.find(CLOSE)
+        keep = end if end >= 0 else len(self._held) - partial_suffix(self._held, CLOSE)
+        passed, self._held = self._held[:keep], self._held[keep:]
+        reasoning = passed.rstrip("\n")
+        if reasoning:
+            breaks, self._breaks = "".join(self._breaks), []
+        else:
+            breaks = ""
+        if len(reasoning) < len(passed):
+            self._breaks.append(passed[len(reasoning) :])
         if end >= 0:
-            reasoning = self._held[:end].rstrip("\n")
-            self._held = self._held[end + len(CLOSE) :]
+            self._breaks, self._held = [], self._held[len(CLOSE) :]
             self._state = "after"
-            return reasoning
-        keep = len(self._held) - partial_suffix(self._held, CLOSE)
-        keep = len(self._held[:keep].rstrip("\n"))
-        reasoning, self._held = self._held[:keep], self._held[keep:]
-        return reasoning
+        return breaks + reasoning
 
 
 def partial_suffix(text: str, tag: str) -> int:

@@ -11,6 +11,7 @@ import tokenizers
 from ep_runtime.frontend.text.decoding import DecodeRules, decode_rules
 from ep_runtime.frontend.text.errors import TokenizerError
 from ep_runtime.frontend.text.folder import AddedTokenSpec, TokenizerFiles, read_tokenizer_files
+from ep_runtime.frontend.text.token_bound import TokenBound, token_bound
 
 __all__ = ["Tokenizer", "TokenizerError"]
 
@@ -22,8 +23,9 @@ class Tokenizer:
     transformers does: what may come from an untrusted writer is a matter for the caller.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles, rules: DecodeRules) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles, rules: DecodeRules, bound: TokenBound | None) -> None:
         self._backend = backend
+        self._bound = bound
         self._special_text = frozenset(t.content for t in backend.get_added_tokens_decoder().values() if t.special)
         self.rules = rules
         self._bytes: dict[int, bytes] = {}  # every generated token asks; at most one entry a token of the vocabulary
@@ -54,7 +56,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         _add_missing(backend, files)
-        return cls(backend, files, decode_rules(json.loads(text).get("decoder"), str(path)))
+        settings = json.loads(text)
+        return cls(backend, files, decode_rules(settings.get("decoder"), str(path)), token_bound(settings, backend))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. With `add_special_tokens`, tokenizer.json's post-processor adds its bos or eos token.
@@ -63,6 +66,10 @@ class Tokenizer:
         """
         # The form for batches lets other threads run meanwhile; a long text takes seconds.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, without tokenizing it; 0 for a tokenizer of which nothing is known."""
+        return 0 if self._bound is None else self._bound.least(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids outside of the vocabulary give nothing, bytes that are not UTF-8 give U+FFFD."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ep_runtime.frontend.text.call_object import CallObject, State
+from ep_runtime.frontend.text.spaced_tag import SpacedTag
 from ep_runtime.frontend.text.tag_text import TagText
 from ep_runtime.frontend.text.tool_delta import CallList, ToolCallDelta
 
@@ -19,14 +20,14 @@ class HermesParser:
         self._calls = CallList(make_id)
         self._text = TagText(OPEN, self._calls)
         self._object: CallObject | None = None
-        self._closing: str | None = None
+        self._closing: SpacedTag | None = None
 
     def push(self, content: str) -> tuple[str, list[ToolCallDelta]]:
         """Takes a piece of content; returns plain content and pieces of calls."""
         rest: str | None = content
         while rest:
             if self._closing is not None:
-                rest = self._close(rest)
+                rest = self._close(self._closing, rest)
             elif self._object is not None:
                 rest = self._body(self._object, rest)
             elif (after := self._text.push(rest)) is None:
@@ -40,7 +41,8 @@ class HermesParser:
         if self._object is not None and self._object.state is State.HEAD:
             self._text.give_back(self._object.raw)
         elif self._closing is not None:
-            self._calls.text(self._closing if self._closing.strip() else "")
+            raw = self._closing.raw
+            self._calls.text("" if raw.isspace() else raw)
         self._object = self._closing = None
         self._text.finish()
         return self._calls.take()
@@ -51,19 +53,14 @@ class HermesParser:
             self._object = None
             self._text.give_back(call.raw)
         elif call.state in (State.DONE, State.BAD):
-            self._object, self._closing = None, ""
+            self._object, self._closing = None, SpacedTag(CLOSE)
             self._text.call_ended()
         return text[used:]
 
-    def _close(self, text: str) -> str:
+    def _close(self, closing: SpacedTag, text: str) -> str:
         """After an object: white space and the end tag are dropped, anything else is content again."""
-        whole = (self._closing or "") + text
-        inner = whole.lstrip()
-        if inner.startswith(CLOSE):
-            self._closing = None
-            return inner[len(CLOSE) :]
-        if CLOSE.startswith(inner):
-            self._closing = whole
+        rest = closing.push(text)
+        if rest is None:
             return ""
         self._closing = None
-        return whole
+        return rest

@@ -18,7 +18,7 @@ class MistralParser:
         self._calls = CallList(make_id)
         self._text = TagText(MARKER, self._calls)
         self._object: CallObject | None = None
-        self._between: str | None = None
+        self._between: list[str] | None = None
         self._in_list = False
         self._list_has_call = False
 
@@ -29,11 +29,11 @@ class MistralParser:
             if self._object is not None:
                 rest = self._body(self._object, rest)
             elif self._between is not None:
-                rest = self._separator(rest)
+                rest = self._separator(self._between, rest)
             elif (after := self._text.push(rest)) is None:
                 rest = ""
             else:
-                rest, self._between = after, ""
+                rest, self._between = after, []
                 self._in_list = self._list_has_call = False
         return self._calls.take()
 
@@ -47,7 +47,7 @@ class MistralParser:
         self._text.finish()
         return self._calls.take()
 
-    def _separator(self, text: str) -> str:
+    def _separator(self, between: list[str], text: str) -> str:
         """Reads the list's opening bracket, or what stands between two objects: a comma, or the closing bracket."""
         for position, char in enumerate(text):
             if self._in_list and char == "{":
@@ -63,7 +63,7 @@ class MistralParser:
                 self._lost("")
                 self._between = None
                 return text[position:]
-            self._between = (self._between or "") + char
+            between.append(char)
         return ""
 
     def _body(self, call: CallObject, text: str) -> str:
@@ -72,13 +72,13 @@ class MistralParser:
             self._lost(call.raw)
             self._object = self._between = None
         elif call.state in (State.DONE, State.BAD):
-            self._object, self._between, self._list_has_call = None, "", True
+            self._object, self._between, self._list_has_call = None, [], True
             self._text.call_ended()
         return text[used:]
 
     def _lost(self, raw: str) -> None:
         """What was read since the marker, or since the last call, is text after all."""
-        lead = self._between or ""
+        lead = "".join(self._between or ())
         if self._list_has_call:
             self._calls.text(lead + raw if (lead + raw).strip() else "")
         else:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ep_runtime.frontend.text.reasoning import partial_suffix
 from ep_runtime.frontend.text.schema_types import parameter_types, typed_value
 from ep_runtime.frontend.text.tag_text import TagText
 from ep_runtime.frontend.text.tool_delta import CallList, ToolCallDelta
@@ -26,7 +27,8 @@ class XmlParser:
     """A stream parser. A call's name is handed out when its function tag is whole, each argument when its parameter is.
 
     A function that ends in anything but its own tags is closed there, and the rest is content; one cut off by the output's end
-    keeps its arguments unclosed, so that nobody takes them for complete.
+    keeps its arguments unclosed, so that nobody takes them for complete. Work per character does not grow with what is held back:
+    white space before a tag and a parameter's value are kept in pieces, and only what may be a tag's start is looked at again.
     """
 
     def __init__(self, make_id: Callable[[], str], tools: Sequence[Mapping[str, Any]]) -> None:
@@ -35,7 +37,7 @@ class XmlParser:
         self._text = TagText(OPEN, self._calls)
         self._step: Callable[[], bool] | None = None
         self._buffer = ""
-        self._searched = 0
+        self._read: list[str] = []  # of the text before the buffer: white space before a tag, or a value
         self._function = ""
         self._parameter = ""
         self._seen_parameter = False
@@ -51,11 +53,11 @@ class XmlParser:
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
         """The output has ended: an unfinished tag or parameter comes out as content."""
         if self._step == self._open_function:
-            self._text.give_back(self._buffer)
+            self._text.give_back(self._taken())
         elif self._step == self._value:
-            self._calls.text(f"{_PARAMETER}{self._parameter}>{self._buffer}")
-        elif self._step is not None and self._buffer.strip():
-            self._calls.text(self._buffer)
+            self._calls.text(f"{_PARAMETER}{self._parameter}>{self._taken()}")
+        elif self._step is not None and self._buffer:
+            self._calls.text(self._taken())
         self._step, self._buffer = None, ""
         self._text.finish()
         return self._calls.take()
@@ -67,24 +69,43 @@ class XmlParser:
             self._step = self._open_function
         return after is not None
 
-    def _open_function(self) -> bool:
+    def _skip_space(self) -> str:
+        """The buffer without its leading white space, which is kept for the case that no tag follows."""
         inner = self._buffer.lstrip()
-        if (name := self._tag_name(inner, _FUNCTION)) is None:
+        self._read.append(self._buffer[: len(self._buffer) - len(inner)])
+        self._buffer = inner
+        return inner
+
+    def _taken(self) -> str:
+        """All that was taken since the last tag."""
+        read, self._read = "".join(self._read), []
+        return read + self._buffer
+
+    def _open_function(self) -> bool:
+        if (name := self._tag_name(self._skip_space(), _FUNCTION)) is None:
             return False
         if not name:
             self._text.give_back("")
-            self._step = None
+            self._no_tag()
             return True
-        self._buffer = inner[len(_FUNCTION) + len(name) + 1 :]
+        self._pass_tag(len(_FUNCTION) + len(name) + 1)
         self._function, self._seen_parameter = name, False
         self._calls.begin(name)
         self._step = self._inside_function
         return True
 
+    def _pass_tag(self, length: int) -> None:
+        """A tag has come: it is dropped, and so is the white space before it."""
+        self._buffer, self._read = self._buffer[length:], []
+
+    def _no_tag(self) -> None:
+        """Something else has come: it is content again, with the white space before it."""
+        self._buffer, self._step = self._taken(), None
+
     def _inside_function(self) -> bool:
-        inner = self._buffer.lstrip()
+        inner = self._skip_space()
         if inner.startswith(_END_FUNCTION):
-            self._buffer = inner[len(_END_FUNCTION) :]
+            self._pass_tag(len(_END_FUNCTION))
             self._end_function()
             return True
         if _END_FUNCTION.startswith(inner):
@@ -94,18 +115,20 @@ class XmlParser:
         if not name:
             self._end_function()
             return True
-        self._buffer = inner[len(_PARAMETER) + len(name) + 1 :]
-        self._parameter, self._searched = name, 0
+        self._pass_tag(len(_PARAMETER) + len(name) + 1)
+        self._parameter = name
         self._step = self._value
         return True
 
     def _value(self) -> bool:
-        end = self._buffer.find(_END_PARAMETER, self._searched)
+        end = self._buffer.find(_END_PARAMETER)
+        keep = end if end >= 0 else len(self._buffer) - partial_suffix(self._buffer, _END_PARAMETER)
+        self._read.append(self._buffer[:keep])
+        self._buffer = self._buffer[keep:]
         if end < 0:
-            self._searched = max(0, len(self._buffer) - len(_END_PARAMETER))
             return False
-        text = self._buffer[:end].removeprefix("\n").removesuffix("\n")
-        self._buffer = self._buffer[end + len(_END_PARAMETER) :]
+        text = "".join(self._read).removeprefix("\n").removesuffix("\n")
+        self._pass_tag(len(_END_PARAMETER))
         value = typed_value(text, self._types.get(self._function, {}).get(self._parameter, frozenset()))
         lead = ", " if self._seen_parameter else "{"
         self._calls.arguments(f"{lead}{json.dumps(self._parameter, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}")
@@ -120,12 +143,12 @@ class XmlParser:
 
     def _end_call(self) -> bool:
         """White space and the end tag are dropped; without the tag, what comes is content again."""
-        inner = self._buffer.lstrip()
+        inner = self._skip_space()
         if CLOSE.startswith(inner) and inner != CLOSE:
             return False
         if inner.startswith(CLOSE):
-            self._buffer = inner[len(CLOSE) :]
-        self._step = None
+            self._pass_tag(len(CLOSE))
+        self._no_tag()
         return True
 
     @staticmethod

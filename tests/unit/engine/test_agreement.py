@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from ep_runtime.engine import host_memory
 from ep_runtime.engine.graphs import captured_everywhere
+from ep_runtime.engine.host_memory import NONCE_BYTES, HostMemory, share_memory
 from model.base import SingleRank
 
 
@@ -34,34 +36,66 @@ def test_a_step_is_replayed_where_every_rank_has_captured_it() -> None:
     assert captured_everywhere([True, False], SingleRank(), torch.device("cpu")) == [True, False]
 
 
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Has /dev/shm refuse to give bytes; the files that were asked for."""
-    asked: list[str] = []
-    real = os.posix_fallocate
+class Meeting:
+    """Ranks as threads of this process, and their exchange; `spoil` changes what one rank is told."""
 
-    def fallocate(descriptor: int, offset: int, size: int) -> None:
-        asked.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if asked[-1].startswith("/dev/shm"):
-            raise OSError(28, "No space left on device")
-        real(descriptor, offset, size)
+    def __init__(self, world: int, spoil: Callable[[int, list[bytes]], list[bytes]] = lambda rank, shares: shares) -> None:
+        self.world = world
+        self._spoil = spoil
+        self._barrier = threading.Barrier(world, timeout=10)
+        self._shares = [b""] * world
 
-    monkeypatch.setattr(os, "posix_fallocate", fallocate)
-    monkeypatch.setattr(host_memory.tempfile, "tempdir", str(tmp_path))
-    return asked
+    def share(self, rank: int) -> HostMemory | None:
+        def exchange(own: bytes) -> list[bytes]:
+            self._shares[rank] = own
+            self._barrier.wait()
+            shares = self._spoil(rank, list(self._shares))
+            self._barrier.wait()
+            return shares
+
+        return share_memory(exchange, rank=rank, world=self.world, check=lambda: None)
+
+    def run(self, each: Callable[[int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(self.world) as ranks:
+            return list(ranks.map(each, range(self.world)))
 
 
-class Store(dict[str, Any]):
-    """The two calls of a rendezvous store that a world of one needs."""
+def test_ranks_that_can_map_the_memory_sum_through_it_until_they_drop_it() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    meeting = Meeting(3)
+    memories = meeting.run(meeting.share)
+    parts = [torch.arange(6, dtype=torch.float32).reshape(2, 3) * rank for rank in range(3)]
+    for _ in range(3):
+        found = meeting.run(lambda rank: [part.clone() for part in memories[rank].exchange(parts[rank])])
+        assert all(torch.equal(torch.stack(seen), torch.stack(parts)) for seen in found)
+    memories.clear()
+    assert len(os.listdir("/proc/self/fd")) == before
 
-    def set(self, key: str, value: Any) -> None:
-        self[key] = value
+
+def another_file(rank: int, shares: list[bytes]) -> list[bytes]:
+    """Rank 2 finds, by the name that the head gave, something of the right size that is not the head's memory."""
+    if rank == 2 and len(shares[0]) > NONCE_BYTES:
+        return [bytes(NONCE_BYTES) + shares[0][NONCE_BYTES:], *shares[1:]]
+    return shares
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
-def test_shared_memory_without_room_lies_in_the_temporary_folder(full: list[str], tmp_path: Path) -> None:
-    memory = host_memory.HostMemory(Store(), epoch=1, rank=0, world=1, check=lambda: None)
-    part = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-    assert [tensor.tolist() for tensor in memory.exchange(part)] == [part.tolist()]
-    assert [Path(path).parent for path in full] == [Path("/dev/shm"), tmp_path]
-    assert not any(os.path.exists(path) for path in full), "no file may be left behind"
+def no_file(rank: int, shares: list[bytes]) -> list[bytes]:
+    """Rank 1 finds nothing by that name, as in a process namespace of its own."""
+    if rank == 1 and len(shares[0]) > NONCE_BYTES:
+        return [shares[0][:NONCE_BYTES] + b"/proc/1/fd/no", *shares[1:]]
+    return shares
+
+
+@pytest.mark.parametrize("spoil", [another_file, no_file])
+def test_memory_that_one_rank_cannot_map_is_used_by_none(spoil: Callable[[int, list[bytes]], list[bytes]]) -> None:
+    meeting = Meeting(3, spoil)
+    assert meeting.run(meeting.share) == [None, None, None]
+
+
+def test_a_head_without_room_offers_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    meeting = Meeting(2)
+    assert meeting.run(meeting.share) == [None, None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ep_runtime.engine.sampling.checks import mask_fault, sampling_fault, submission_fault
+from ep_runtime.engine.sampling.checks import MOST_LOGPROBS, mask_fault, sampling_fault, submission_fault
 from protocol.messages import SamplingParams, Submit
 
 VOCAB = 50
@@ -28,6 +28,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("min_tokens", {"min_tokens": -1}),
     ("logprobs", {"logprobs": -1}),
     ("prompt_logprobs", {"prompt_logprobs": -1}),
+    ("logprobs", {"logprobs": MOST_LOGPROBS + 1}),
+    ("prompt_logprobs", {"prompt_logprobs": MOST_LOGPROBS + 1}),
     ("logit_bias", {"logit_bias": {VOCAB: 1.0}}),
     ("logit_bias", {"logit_bias": {-1: 1.0}}),
     ("logit_bias", {"logit_bias": {3: math.inf}}),
@@ -62,7 +64,7 @@ def test_the_bounds_themselves_pass() -> None:
         top_p=5.0,
         min_p=1.0,
         logprobs=0,
-        prompt_logprobs=0,
+        prompt_logprobs=MOST_LOGPROBS,
         min_tokens=0,
         logit_bias={0: -100.0, VOCAB - 1: 100.0},
     )

@@ -31,6 +31,7 @@ from protocol.errors import (
     EpFrameCorrupt,
     EpLinkLost,
     EpOutOfOrder,
+    EpPeerGone,
     EpRankFailed,
 )
 from protocol.verdict import CommandFailed, LinkLost, Ok, judge, judge_votes, raise_outcome
@@ -233,7 +234,7 @@ JUDGED = {
     ),
     "a link error on one": (
         acks((OK, NONE, 2, 0), (FAILED, LINK, 1, 0)),
-        LinkLost(EpRankFailed, "step 5: rank 1: LINK after 1 collectives: m1"),
+        LinkLost(EpPeerGone, "step 5: rank 1: LINK after 1 collectives: m1"),
     ),
     "a vote for a result": (
         acks((OK, NONE, 2, 0), (YES, NONE, 0, 0)),

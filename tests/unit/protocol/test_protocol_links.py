@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -336,6 +337,34 @@ def test_check_sees_the_closed_flag_and_a_worker_sees_its_head_leave():
         head.close()
         with pytest.raises(EpPeerGone, match="the head is gone"):
             workers[1].check()
+
+
+def test_check_sees_that_a_worker_has_left_behind_everything_that_it_sent_before():
+    """Its collectives are cut short next, and what the device then has is garbage: no later check may pass."""
+    a, b = socket.socketpair()
+    with a:
+        with b:
+            b.sendall(b"".join(pack_ack(ack(1, step)) for step in range(300)))  # more than is read at a time
+        with pytest.raises(EpPeerGone, match="rank 1 is gone"):
+            HeadLinks([Channel(a, "rank 1")], EPOCH, never).check()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_an_exchange_shows_every_rank_what_each_gave(world):
+    with epoch_links(world=world) as (head, workers), ThreadPoolExecutor(4) as pool:
+        ends = [head, *(workers[rank] for rank in range(1, world))]
+        for turn in range(3):
+            shares = [b"%d of %d" % (turn, rank) * rank for rank in range(world)]
+            given = [pool.submit(end.exchange, share, soon()) for end, share in zip(ends, shares, strict=True)]
+            assert [each.result() for each in given] == [shares] * world
+
+
+@pytest.mark.parametrize("answer", [[], [b"a", b"other"], [b"a"], "text", 5, [1, 2]])
+def test_an_exchange_without_the_own_share_is_refused(answer):
+    with epoch_links(world=2) as (head, workers):
+        head.send_blob(msgspec.msgpack.encode(answer), soon())
+        with pytest.raises(EpFrameCorrupt, match="shares"):
+            workers[1].exchange(b"mine", soon())
 
 
 def test_a_world_of_one_has_no_links():

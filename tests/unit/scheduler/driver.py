@@ -27,7 +27,7 @@ def limits(**changes) -> SchedulerLimits:
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 4, **changes) -> Submit:
-    names = ("group", "priority", "generated", "adapter")
+    names = ("group", "priority", "generated", "adapter", "suspicions")
     message = {name: changes.pop(name) for name in names if name in changes}
     message.setdefault("group", request_id)
     return Submit(
@@ -58,14 +58,32 @@ class Driver:
         self.messages: dict[str, Submit] = {}
         self.answers: dict[str, Answer] = {}
         self.plans: list[Plan] = []
+        self.masks: dict[str, int] = {}
+        self.owed: dict[str, int] = {}
 
     def submit(self, message: Submit) -> SequenceUpdate | None:
         self.messages[message.request_id] = message
         self.device.prompts[message.request_id] = message.prompt
         self.answers[message.request_id] = Answer()
+        if message.sampling.grammar:
+            self.masks[message.request_id] = len(message.generated)
         update = self.scheduler.submit(message)
         self.take([update] if update is not None else [])
         return update
+
+    def give_mask(self, request_id: str) -> None:
+        """The mask that the request asked for with its last token."""
+        index = self.owed.pop(request_id)
+        self.scheduler.allow(request_id, index)
+        self.masks[request_id] = index
+        self.take([])
+
+    def give_masks(self) -> bool:
+        """All masks that are owed; False when none is."""
+        owed = list(self.owed)
+        for request_id in owed:
+            self.give_mask(request_id)
+        return bool(owed)
 
     def abort(self, *request_ids: str) -> None:
         self.scheduler.abort(request_ids)
@@ -84,6 +102,9 @@ class Driver:
             answer.cached += update.cached
             if update.finish is not None:
                 answer.final = update
+                self.owed.pop(update.request_id, None)
+            elif update.tokens and update.request_id in self.masks:
+                self.owed[update.request_id] = len(self.messages[update.request_id].generated) + len(answer.tokens)
         if self.check:
             self.scheduler.check_integrity()
 
@@ -91,11 +112,15 @@ class Driver:
         plan = self.scheduler.plan()
         self.take([])
         if plan is None:
-            assert self.queue or not self.scheduler.stats().waiting + self.scheduler.stats().running, "nothing to do, yet not done"
+            alive = self.scheduler.stats().waiting + self.scheduler.stats().running
+            assert self.queue or self.owed or not alive, "nothing to do, yet not done"
             return None
         slots = self.scheduler._life.slots
         for span in plan.spans:
             assert slots.state(span.slot) is SlotState.ACTIVE, f"slot {span.slot} is planned but {slots.state(span.slot).name}"
+        for span, owner in zip(plan.spans, plan.owners, strict=True):
+            index = span.start + span.length - len(self.messages[owner].prompt)
+            assert not span.sampled or index <= self.masks.get(owner, index), f"{owner} samples {index} without its mask"
         return plan
 
     def launch(self, plan: Plan) -> None:
@@ -143,7 +168,7 @@ class Driver:
     def run(self, most: int = 10_000) -> None:
         """To the end."""
         for _ in range(most):
-            if not self.step():
+            if not self.step() and not self.give_masks():
                 break
         assert self.scheduler.idle
         self.check_end()

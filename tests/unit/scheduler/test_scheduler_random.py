@@ -43,6 +43,7 @@ def random_messages(random: Random, number: int, positions: int) -> list:
         "ignore_eos": random.random() < 0.3,
         "min_tokens": random.choice([0, 0, 3]),
         "prompt_logprobs": random.choice([None, None, None, 1]),
+        "grammar": random.random() < 0.25,
     }
     generated = []
     if random.random() < 0.2 and max_tokens > 1:
@@ -59,6 +60,7 @@ def random_messages(random: Random, number: int, positions: int) -> list:
             priority=random.choice([0, 0, 0, -1, 3]),
             generated=list(generated),
             adapter=number % 2,
+            suspicions=random.choice([0, 0, 0, 0, 1, 2, 3]),
             **sampling,
         )
         for i in range(count)
@@ -92,6 +94,9 @@ def drive(seed: int, *, requests: int, aborts: float, discards: float, evil: flo
                 driver.launch(plan)
         while driver.queue and (len(driver.queue) > driver.depth or plan is None or random.random() < 0.1):
             driver.read()
+        if random.random() < 0.3 or (plan is None and not driver.queue):
+            for request_id in random.sample(sorted(driver.owed), random.randint(0, len(driver.owed))):
+                driver.give_mask(request_id)
         if not pending and driver.scheduler.idle:
             break
     assert driver.scheduler.idle, "starvation: the mix does not come to its end"

@@ -2,174 +2,280 @@
 
 import pytest
 
-from ep_runtime.supervise.evidence import ENGINE_EXITED, ENGINE_KILLED, Evidence, root_cause
-from ep_runtime.supervise.membership import (
+from ep_runtime.supervise.events import (
     Announce,
-    DeadlinePassed,
-    Deadlines,
-    EndFrontend,
-    Finish,
-    FrontendEnded,
+    Drop,
     Joined,
     Left,
-    Membership,
-    Phase,
-    Received,
     Send,
-    SetDeadline,
-    StopAsked,
+    StartFrontend,
     TellFrontend,
 )
-from protocol.messages import BeginEpoch, EpochOpened, Join, Loaded, OpenEpoch, Progress, Ready, Report, Stop
+from ep_runtime.supervise.evidence import ENGINE_EXITED, ENGINE_KILLED, SUPERVISOR_GONE, Evidence, root_cause
+from ep_runtime.supervise.ranks import State
+from protocol.messages import (
+    BeginEpoch,
+    EndEpoch,
+    EpochEnded,
+    EpochLeft,
+    KillEngine,
+    Loaded,
+    OpenEpoch,
+    Ready,
+    Recovered,
+    Refused,
+    Report,
+)
+from tests.support.membership_driver import KILLED, Server, crashed, join, killed, lost, opened
 
-DEADLINES = Deadlines(rendezvous=300, load=3600, handshake=60, warm=300, drain=15)
-OPENED = EpochOpened(epoch=1, store="host:1", links="unix:/x")
-
-
-def join(rank: int | None) -> Join:
-    return Join(token="", host="h", boot="b", rank=rank, device="cpu", package="p")
-
-
-def of_kind(actions, kind):
-    return [action for action in actions if isinstance(action, kind)]
-
-
-def running(world: int) -> Membership:
-    """A membership driven to RUNNING by the ordered sequence of events."""
-    state = Membership(world=world, deadlines=DEADLINES)
-    state.start()
-    for rank in range(world):
-        state.handle(Joined(rank))
-    for rank in range(world):
-        state.handle(Received(rank, Loaded(rank=rank)))
-    state.handle(Received(0, OPENED))
-    for rank in range(world):
-        state.handle(Received(rank, Ready(epoch=1, rank=rank)))
-    assert state.phase is Phase.RUNNING
-    return state
+# The start
 
 
 def test_the_ordered_start_sends_each_message_once_and_in_order():
-    state = Membership(world=2, deadlines=DEADLINES)
-    assert state.start() == [SetDeadline(300)]
-    assert state.handle(Joined(1)) == []
-    assert state.handle(Joined(0)) == [SetDeadline(3600)]
-    assert state.handle(Received(0, Loaded(rank=0))) == []
-    assert state.handle(Received(1, Loaded(rank=1))) == [SetDeadline(60), Send(0, OpenEpoch(epoch=1, world=2))]
+    server = Server(2)
+    assert server.actions == [StartFrontend()]
+    assert server.on(Joined(1, "b")) == []
+    assert server.on(Joined(0, "a")) == []
+    assert server.hear(0, Loaded(rank=0)) == []
+    assert server.hear(1, Loaded(rank=1)) == [Send(0, OpenEpoch(epoch=1, world=2))]
     begin = BeginEpoch(epoch=1, world=2, store="host:1", links="unix:/x")
-    assert state.handle(Received(0, OPENED)) == [SetDeadline(360), Send(0, begin), Send(1, begin)]
-    assert state.handle(Received(1, Ready(epoch=1, rank=1))) == []
-    assert state.handle(Received(0, Ready(epoch=1, rank=0))) == [SetDeadline(None), Announce("epoch 1 runs on 2 ranks")]
+    assert server.hear(0, opened(1)) == [Send(0, begin), Send(1, begin)]
+    assert server.hear(1, Ready(epoch=1, rank=1)) == []
+    assert server.hear(0, Ready(epoch=1, rank=0)) == [Announce("epoch 1 runs on 2 ranks")]
 
 
 def test_a_rank_may_load_before_the_others_have_joined():
-    state = Membership(world=2, deadlines=DEADLINES)
-    state.handle(Joined(0))
-    assert state.handle(Received(0, Loaded(rank=0))) == []
-    state.handle(Joined(1))
-    assert state.phase is Phase.LOADING
-    assert Send(0, OpenEpoch(epoch=1, world=2)) in state.handle(Received(1, Loaded(rank=1)))
+    server = Server(2)
+    server.on(Joined(0, "a"))
+    assert server.hear(0, Loaded(rank=0)) == []
+    server.on(Joined(1, "b"))
+    assert server.hear(1, Loaded(rank=1)) == [Send(0, OpenEpoch(epoch=1, world=2))]
 
 
 def test_admission():
-    state = Membership(world=3, deadlines=DEADLINES)
-    assert state.admit(join(None), local=True) == 0
-    assert "outside" in state.admit(join(0), local=False)
-    assert "outside" in state.admit(join(3), local=False)
-    assert state.admit(join(2), local=False) == 2
-    state.handle(Joined(2))
-    assert "already" in state.admit(join(2), local=False)
-    assert state.admit(join(None), local=False) == 1
-    state.handle(Joined(1))
-    assert "all 3 ranks" in state.admit(join(None), local=False)
-    state.handle(Joined(0))
-    assert "not taking ranks" in state.admit(join(1), local=False)
+    server = Server(3)
+    admit = server.state.admit
+    assert admit(join(None), local=True) == 0
+    for outside in (0, 3):
+        assert admit(join(outside), local=False) == Refused(f"rank {outside} is outside the ranks 1 to 2 that may join")
+    assert admit(join(2, "second"), local=False) == 2
+    server.on(Joined(2, "second"))
+    assert admit(join(2, "other"), local=False) == Refused("rank 2 has joined already", again=True)
+    assert admit(join(None, "other"), local=False) == 1
+    server.on(Joined(1, "other"))
+    assert admit(join(None, "third"), local=False) == Refused("all 3 ranks have joined", again=True)
 
 
-def test_an_ordered_stop_drains_the_frontend_first_and_ends_with_status_0():
-    state = running(2)
-    actions = state.handle(StopAsked("SIGTERM"))
-    assert of_kind(actions, EndFrontend) == [EndFrontend(17.0)]
-    assert of_kind(actions, Send) == []
-    assert state.handle(StopAsked("SIGTERM again")) == []
-    stops = of_kind(state.handle(FrontendEnded("exit status 0", clean=True)), Send)
-    assert [(stop.rank, type(stop.message), stop.message.grace) for stop in stops] == [(0, Stop, 3.0), (1, Stop, 3.0)]
-    assert state.handle(Left(1)) == []
-    assert state.handle(Left(0)) == [Finish(0)]
+def test_a_supervisor_gets_its_rank_back_whether_or_not_its_old_connection_is_known_to_have_ended():
+    server = Server(3).run()
+    assert server.state.admit(join(None, "boot 2"), local=False) == 2
+    server.on(Left(2))
+    assert server.state.admit(join(None, "boot 2"), local=False) == 2
+    assert server.state.admit(join(None, "another"), local=False) == 2
+    server.on(Joined(2, "another"))
+    assert server.state.admit(join(None, "boot 2"), local=False) == Refused("all 3 ranks have joined", again=True)
 
 
-def test_a_stop_before_the_epoch_runs_waits_for_nobody():
-    state = Membership(world=2, deadlines=DEADLINES)
-    state.handle(Joined(0))
-    actions = state.handle(StopAsked("SIGTERM"))
-    assert of_kind(actions, Send) == [Send(0, Stop(reason="SIGTERM", grace=0.0))]
-    assert state.handle(FrontendEnded("exit status 0", clean=True)) == []
-    assert state.handle(Left(0)) == [Finish(0)]
+def test_a_daemon_is_admitted_in_the_place_of_one_that_left_and_the_next_epoch_follows():
+    server = Server(2).run()
+    server.on(Left(1))
+    assert server.told() == [EpochEnded(epoch=1, reason="rank 1: its supervisor is gone", final=False)]
+    assert server.sent() == [(0, EndEpoch(epoch=1, reason="rank 1: its supervisor is gone"))]
+    server.leave(1, 0)
+    server.on(Joined(1, "new"), after=100)
+    assert server.hear(1, Loaded(rank=1), after=5) == [Send(0, OpenEpoch(epoch=2, world=2))]
+    server.form(2)
+
+
+# Failure and recovery
+
+
+def test_a_killed_engine_ends_the_epoch_and_the_next_one_begins_when_it_has_loaded_again():
+    server = Server(2).run()
+    cause = f"rank 1: {KILLED}"
+    assert server.hear(1, killed(1)) == [
+        TellFrontend(EpochEnded(epoch=1, reason=cause, final=False)),
+        Send(0, EndEpoch(epoch=1, reason=cause)),
+        Send(1, EndEpoch(epoch=1, reason=cause)),  # for what was under way when it died, and may reach its successor
+    ]
+    assert server.hear(0, EpochLeft(epoch=1, rank=0), after=0.25) == [
+        Announce(f"epoch 1 ended: {cause}", failure=True),
+        TellFrontend(EpochEnded(epoch=1, reason=cause, final=False)),
+    ]
+    loaded = Loaded(rank=1, seconds={"spawn": 0.125, "import": 1.0, "load": 2.0})
+    assert server.hear(1, loaded, after=3) == [Send(0, OpenEpoch(epoch=2, world=2))]
+    server.hear(0, opened(2), after=0.25)
+    server.hear(1, Ready(epoch=2, rank=1))
+    seconds = {"leave": 0.25, "spawn": 0.125, "import": 1.0, "load": 2.0, "rendezvous": 0.75, "total": 4.0}
+    line = "epoch 2 runs on 2 ranks; recovered in 4.00 s (leave 0.25, spawn 0.12, import 1.00, load 2.00, rendezvous 0.75)"
+    assert server.hear(0, Ready(epoch=2, rank=0), after=0.5) == [
+        TellFrontend(Recovered(epoch=2, seconds=seconds)),
+        Announce(line),
+    ]
+
+
+def test_the_cause_is_told_when_all_have_answered_though_a_consequence_came_first():
+    server = Server(3).run()
+    server.hear(0, lost(0))
+    assert server.told() == [EpochEnded(epoch=1, reason="rank 0: EpPeerGone: a link ended", final=False)]
+    assert [rank for rank, _ in server.sent()] == [0, 1, 2]
+    assert server.hear(2, lost(2)) == []
+    assert server.leave(1, 0, 2) == []
+    server.hear(1, killed(1, outside=False))
+    assert server.told() == [EpochEnded(epoch=1, reason=f"rank 1: {KILLED}", final=False, suspicious=True)]
+
+
+def test_lost_links_alone_are_suspicious_and_an_act_from_outside_is_not():
+    server = Server(2).run()
+    server.hear(0, lost(0))
+    server.leave(1, 0, 1)
+    assert server.told() == [EpochEnded(epoch=1, reason="rank 0: EpPeerGone: a link ended", final=False, suspicious=True)]
+    server.form(2)
+    server.hear(0, lost(0, 2))
+    server.leave(2, 0)
+    server.hear(1, killed(1, 2))
+    assert not server.told()[-1].suspicious
+
+
+@pytest.mark.parametrize("source", ["report", "answer", "death of the killed head"])
+def test_the_request_that_ran_alone_is_named_wherever_it_was_learned(source):
+    server = Server(2).run()
+    if source == "report":
+        server.hear(0, Report(rank=0, epoch=1, error="EpDiverged", message="ranks differ", alone="r"))
+        server.leave(1, 0, 1)
+    elif source == "answer":
+        server.hear(1, crashed(1))
+        server.leave(1, 0, alone="r")
+    else:
+        server.hear(1, crashed(1))
+        server.tick(2)
+        assert [type(message) for _, message in server.sent()] == [KillEngine]
+        report = Report(rank=0, epoch=1, error="EpDeadline", message="its engine was killed", ended=True, alone="r")
+        server.hear(0, report)
+    last = server.told()[-1]
+    assert (last.suspicious, last.alone) == (True, "r")
+
+
+def test_nobody_is_blamed_for_an_epoch_that_was_ended_from_outside_or_had_not_begun():
+    server = Server(2).run()
+    server.hear(0, killed(0, alone="r"))
+    server.leave(1, 1)
+    assert (server.told()[-1].suspicious, server.told()[-1].alone) == (False, "")
+    server.hear(0, Loaded(rank=0))
+    server.hear(0, Report(rank=0, epoch=2, error="OSError", message="no port", alone="r"))
+    server.leave(2, 0, 1)
+    assert (server.told()[-1].epoch, server.told()[-1].suspicious, server.told()[-1].alone) == (2, False, "")
+
+
+def test_an_engine_that_does_not_leave_is_killed_and_a_supervisor_that_does_not_kill_is_dropped():
+    server = Server(3).run()
+    server.hear(2, killed(2))
+    server.leave(1, 0)
+    assert server.tick(1.9) == []
+    server.tick(0.2)
+    assert server.lines() == ["rank 1: it has not left epoch 1 after 2 s: its engine is killed"]
+    assert server.sent() == [(1, KillEngine(reason="it has not left epoch 1 after 2 s"))]
+    assert server.leave(1, 1) == []  # it crossed; the engine will be killed all the same
+    assert server.tick(4.9) == []
+    assert server.tick(0.2) == [Drop(1, "its engine was to be killed 5 s ago")]
+    server.on(Left(1))
+    assert server.told() == [EpochEnded(epoch=1, reason=f"rank 2: {KILLED}", final=False)]
+
+
+def test_being_killed_for_not_leaving_is_no_failed_start_and_no_cause():
+    server = Server(2, failed_starts=1).run()
+    server.hear(0, lost(0))
+    server.leave(1, 0)
+    server.tick(2)
+    server.hear(1, Report(rank=1, epoch=1, error="EpDeadline", message="its engine was killed", ended=True))
+    assert server.told() == [EpochEnded(epoch=1, reason="rank 0: EpPeerGone: a link ended", final=False, suspicious=True)]
+    assert server.hear(1, Loaded(rank=1)) == [Send(0, OpenEpoch(epoch=2, world=2))]
+
+
+def test_a_kill_while_a_recovery_is_under_way_is_part_of_it():
+    server = Server(3).run()
+    server.hear(1, killed(1))
+    server.leave(1, 0)
+    server.hear(2, killed(2))  # it had not answered
+    assert server.told() == [EpochEnded(epoch=1, reason=f"rank 1: {KILLED}", final=False)]
+    assert server.hear(0, killed(0)) == [Announce(f"between two epochs: rank 0: {KILLED}", failure=True)]
+    assert server.hear(1, killed(1)) == [Announce(f"between two epochs: rank 1: {KILLED}", failure=True)]
+    for rank in (2, 0):
+        assert server.hear(rank, Loaded(rank=rank)) == []
+    assert server.hear(1, Loaded(rank=1)) == [Send(0, OpenEpoch(epoch=2, world=3))]
+
+
+@pytest.mark.parametrize("phase", ["opening", "forming"])
+def test_a_kill_while_the_epoch_is_opened_or_formed(phase):
+    server = Server(2).load()
+    if phase == "forming":
+        server.hear(0, opened(1))
+        server.hear(0, Ready(epoch=1, rank=0))
+    server.hear(1, killed(1))
+    assert server.sent() == [(rank, EndEpoch(epoch=1, reason=f"rank 1: {KILLED}")) for rank in (0, 1)]
+    if phase == "opening":
+        assert server.hear(0, opened(1)) == []  # it crossed
+    server.leave(1, 0)
+    assert server.hear(1, Loaded(rank=1)) == [Send(0, OpenEpoch(epoch=2, world=2))]
+    assert [server.state.ranks[rank].state for rank in (0, 1)] == [State.BUSY, State.IDLE]
+
+
+def test_what_crossed_with_the_end_of_an_epoch_is_no_failure_of_the_next():
+    server = Server(2).load()
+    server.hear(0, opened(1))
+    server.hear(1, killed(1))
+    assert server.hear(0, Ready(epoch=1, rank=0)) == []
+    server.leave(1, 0)
+    assert server.hear(1, Ready(epoch=1, rank=1)) == []  # of a new engine, which the orders for the old one reached
+    server.hear(1, Loaded(rank=1))
+    assert server.leave(1, 1) == []  # it was told EndEpoch, too
+    assert server.hear(1, Ready(epoch=1, rank=1)) == []
+    assert server.hear(0, lost(0, epoch=1)) == []
+    server.form(2)
+    assert server.leave(1, 1) == []
 
 
 @pytest.mark.parametrize(
-    ("event", "cause"),
-    [
-        (Received(1, Report(rank=1, epoch=1, error="RuntimeError", message="on fire")), "rank 1: RuntimeError: on fire"),
-        (Left(1), "rank 1: its supervisor is gone"),
-        (FrontendEnded("killed by SIGSEGV", clean=False), "the frontend ended: killed by SIGSEGV"),
-        (Received(1, OPENED), "rank 1: sent EpochOpened during running"),
-    ],
+    "message",
+    [Ready(epoch=1, rank=1), opened(1), EpochLeft(epoch=1, rank=1), Loaded(rank=1), Ready(epoch=7, rank=1), join(1)],
+    ids=lambda message: type(message).__name__,
 )
-def test_evidence_of_a_failure_ends_everything_at_once_with_status_1(event, cause):
-    state = running(2)
-    actions = state.handle(event)
-    assert actions[0] == Announce(f"failed: {cause}")
-    assert all(stop.message.grace == 0.0 for stop in of_kind(actions, Send))
-    told = of_kind(actions, TellFrontend)
-    assert told == ([] if isinstance(event, FrontendEnded) else [TellFrontend(1, cause)])
-    rest = [*(Left(rank) for rank in sorted(state.members)), *([FrontendEnded("", clean=True)] if state.frontend_alive else [])]
-    last = [state.handle(event) for event in rest][-1]
-    assert last == [Finish(1, cause)]
+def test_what_comes_out_of_turn_is_evidence(message):
+    server = Server(2).run()
+    server.hear(1, message)
+    assert isinstance(server.actions[0], TellFrontend)
+    assert [(rank, type(sent)) for rank, sent in server.sent()] == [(0, EndEpoch), (1, EndEpoch)]
 
 
-def test_a_report_from_a_draining_server_is_a_failure_too():
-    state = running(1)
-    state.handle(StopAsked("SIGTERM"))
-    state.handle(Received(0, Report(rank=0, epoch=1, error=ENGINE_KILLED, message="its engine ended: killed by SIGKILL")))
-    state.handle(FrontendEnded("exit status 0", clean=True))
-    assert state.handle(Left(0)) == [Finish(1, "rank 0: its engine ended: killed by SIGKILL")]
+def test_an_engine_that_speaks_out_of_turn_between_two_epochs_is_replaced():
+    server = Server(2)
+    server.on(Joined(1, "b"))
+    server.hear(1, Loaded(rank=1))
+    server.hear(1, Ready(epoch=1, rank=1))
+    assert [(rank, type(sent)) for rank, sent in server.sent()] == [(1, KillEngine)]
 
 
-def test_messages_that_cross_with_a_stop_are_no_failure():
-    state = running(2)
-    state.handle(StopAsked("SIGTERM"))
-    assert state.handle(Received(1, Ready(epoch=1, rank=1))) == []
-    assert state.evidence == []
+def test_a_report_of_the_ranks_own_about_an_old_epoch_is_evidence_still():
+    server = Server(2).run()
+    server.hear(1, Report(rank=1, epoch=0, error="RuntimeError", message="on fire"))
+    assert server.told() == [EpochEnded(epoch=1, reason="rank 1: RuntimeError: on fire", final=False)]
 
 
-def test_deadlines_name_who_did_not_move_and_where_it_was_seen():
-    state = Membership(world=3, deadlines=DEADLINES)
-    state.handle(Joined(0))
-    assert state.handle(DeadlinePassed())[0] == Announce("failed: rendezvous: nothing from ranks 1, 2 after 300 s")
-    state = Membership(world=2, deadlines=DEADLINES)
-    for rank in range(2):
-        state.handle(Joined(rank))
-    state.handle(Received(1, Progress(rank=1, epoch=1, step=7, phase="warm-up")))
-    state.handle(Received(0, Loaded(rank=0)))
-    text = "failed: load: nothing from rank 1 after 3600 s (rank 1 was last seen in step 7, warm-up)"
-    assert state.handle(DeadlinePassed())[0] == Announce(text)
-
-
-def test_processes_that_do_not_end_are_given_up():
-    state = running(2)
-    state.handle(StopAsked("SIGTERM"))
-    state.handle(FrontendEnded("exit status 0", clean=True))
-    state.handle(Left(0))
-    assert state.handle(DeadlinePassed()) == [Finish(1, "not ended after 8 s: ranks 1")]
+# Causes
 
 
 def test_the_cause_is_the_death_and_not_the_links_it_broke():
-    lost = Evidence(0, "EpPeerGone", "rank 1 closed its link")
-    exited = Evidence(2, ENGINE_EXITED, "its engine ended: exit status 1")
+    lost_link = Evidence(0, "EpPeerGone", "rank 1 closed its link")
+    exited = Evidence(2, ENGINE_EXITED, "its engine ended: exit status 1", ended=True)
     own = Evidence(2, "ValueError", "bad shape")
-    killed = Evidence(1, ENGINE_KILLED, "its engine ended: killed by SIGKILL")
-    assert root_cause([lost, exited]) is exited
-    assert root_cause([lost, exited, own]) is own
-    assert root_cause([lost, own, exited, killed]) is killed
-    assert root_cause([lost, Evidence(1, "EpDeadline", "")]) is lost
+    torn = Evidence(0, "RuntimeError", "connection closed by peer")
+    outside = Evidence(1, ENGINE_KILLED, KILLED, ended=True, outside=True)
+    gone = Evidence(3, SUPERVISOR_GONE, "its supervisor is gone", ended=True, outside=True)
+    judged = Evidence(None, "EpDeadline", "rank 1 did not move")
+    assert root_cause([lost_link, exited]) is exited
+    assert root_cause([lost_link, torn, exited]) is exited  # it said nothing itself: the others speak of its end
+    assert root_cause([lost_link, exited, own]) is own  # a rank's own words explain its end
+    assert root_cause([lost_link, own, exited, outside]) is outside
+    assert root_cause([lost_link, exited, gone, outside]) is gone
+    assert root_cause([lost_link, Evidence(1, "EpDeadline", "")]) is lost_link
+    assert root_cause([lost_link, judged]) is judged

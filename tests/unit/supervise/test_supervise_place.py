@@ -8,12 +8,12 @@ import pytest
 from ep_runtime.config import RuntimeConfig
 from ep_runtime.supervise import place as place_module
 from ep_runtime.supervise.coordinator import refusal
+from ep_runtime.supervise.engine_process import engine_environment
 from ep_runtime.supervise.folder import FolderError, RuntimeFolder, check_private, job_folder
 from ep_runtime.supervise.frontend import frontend_config
 from ep_runtime.supervise.place import Place, PlaceError, count_gpus, read_place
 from ep_runtime.supervise.source import ModelNotFound, model_folder
-from ep_runtime.supervise.supervisor import engine_environment
-from protocol.messages import Join
+from protocol.messages import Join, Refused
 
 TORCHRUN = {
     "RANK": "5",
@@ -110,9 +110,11 @@ def test_a_join_is_refused_for_its_token_or_version_without_repeating_the_secret
     assert refusal(join("", "1"), None, "1") is None
     wrong = refusal(join("guess", "1"), "right", "1")
     assert wrong is not None
-    assert "token" in wrong
-    assert "right" not in wrong
-    assert refusal(join("right", "2026.1"), "right", "2026.2") == "package version: this rank has 2026.1, the head has 2026.2"
+    assert "token" in wrong.reason
+    assert "right" not in wrong.reason
+    assert not wrong.again
+    version = Refused("package version: this rank has 2026.1, the head has 2026.2")
+    assert refusal(join("right", "2026.1"), "right", "2026.2") == version
 
 
 def test_models_that_cannot_be_had_are_refused_by_name(tmp_path, monkeypatch):

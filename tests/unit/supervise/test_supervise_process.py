@@ -132,7 +132,7 @@ def test_a_child_dies_when_its_parent_is_killed(tmp_path):
 
 
 def test_a_child_whose_parent_is_gone_already_does_not_begin():
-    command = [sys.executable, "-P", "-m", "ep_runtime.supervise.child", "1", "this"]
+    command = [sys.executable, "-P", "-m", "ep_runtime.supervise.child", "1", "-", "this"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     assert result.returncode == 1
     assert "ended before its child began" in result.stderr

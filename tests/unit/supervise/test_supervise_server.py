@@ -1,78 +1,75 @@
-"""Whole servers of real processes with fake engines: who ends when, with which status, and what is left behind."""
+"""Whole servers of real processes with fake engines: what is recovered, who ends when and how, and what is left behind."""
 
-import os
+from __future__ import annotations
+
 import re
-import selectors
 import signal
+import socket
 import subprocess
-import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-FAKES = Path(__file__).parent / "fakes"
-WAIT_SECONDS = 60.0
-RUNNING = "epoch 1 runs on"
+from tests.support.supervised import WAIT_SECONDS, Processes, assert_gone, fake_environment, model_in
+
+RUNNING = r"epoch (\d+) runs on"
+TOKEN = "0123456789abcdef"
 
 
 class Server:
-    """`world` serve processes as torchrun would start them; `until` reads their common output."""
+    """`world` serve processes as torchrun would start them."""
 
-    def __init__(self, folder: Path, world: int, *flags: str, variables: dict[str, str] | None = None) -> None:
-        model = folder / "model"
-        model.mkdir()
-        (model / "config.json").write_text("{}")
-        runtime = folder / "run"
-        runtime.mkdir()
-        self.runtime = runtime
-        self.output = ""
-        read, self.write = os.pipe()
-        self.read = os.fdopen(read, "rb", buffering=0)
-        base = {name: value for name, value in os.environ.items() if not name.startswith("EP_RUNTIME_")}
-        base |= {"PYTHONPATH": str(FAKES), "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime), **(variables or {})}
-        self.ranks = [
-            self.start([f"--model={model}", "--device=cpu", *flags], base | torchrun(rank, world)) for rank in range(world)
-        ]
-        self.base = base
+    def __init__(self, folder: Path, world: int, flags: tuple[str, ...], variables: dict[str, str] | None) -> None:
+        self.runtime = folder / "run"
+        self.processes = Processes()
+        self.until, self.mark = self.processes.until, self.processes.mark
+        self.environment = fake_environment(folder, variables)
+        self.arguments = [f"--model={model_in(folder)}", "--device=cpu", "--port=0", *flags]
+        self.world = world
+        self.ranks = [self.start_rank(rank) for rank in range(world)]
 
-    def start(self, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen:
-        command = [sys.executable, "-P", "-m", "fake_serve", *arguments]
-        return subprocess.Popen(command, env=environment, stdout=self.write, stderr=self.write, stdin=subprocess.DEVNULL)
+    def start_rank(self, rank: int) -> subprocess.Popen:
+        return self.processes.start(self.arguments, self.environment | torchrun(rank, self.world))
 
-    def until(self, pattern: str) -> re.Match:
-        """Read on until the output matches."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.read, selectors.EVENT_READ)
-            while (found := re.search(pattern, self.output)) is None:
-                if selector.select(0.5):
-                    self.output += self.read.read(65536).decode()
-                    continue
-                in_time = time.monotonic() < deadline and self.ranks[0].poll() is None
-                assert in_time, f"no {pattern!r} in:\n{self.output}"
-        return found
+    def start_daemon(self, address: str, **variables: str) -> subprocess.Popen:
+        return self.processes.start(["--head", address], self.environment | variables)
+
+    @property
+    def output(self) -> str:
+        return self.processes.read_rest()
 
     def engine(self, rank: int) -> psutil.Process:
-        return psutil.Process(int(self.until(rf"fake engine {rank} pid (\d+)")[1]))
+        return self.processes.process(rf"fake engine {rank} pid (\d+)")
+
+    def standby(self, *engines: psutil.Process) -> psutil.Process:
+        """A process that waits and is none of these engines."""
+        others = "|".join(str(engine.pid) for engine in engines)
+        return self.processes.process(rf"fake process (?!(?:{others}) )(\d+) waits")
 
     def frontend(self) -> psutil.Process:
-        return psutil.Process(int(self.until(r"fake frontend pid (\d+)")[1]))
+        return self.processes.process(r"fake frontend pid (\d+)")
+
+    def running(self) -> int:
+        """Wait until an epoch runs; its number."""
+        return int(self.until(RUNNING)[1])
 
     def statuses(self) -> list[int]:
-        statuses = [process.wait(WAIT_SECONDS) for process in self.ranks]
-        os.set_blocking(self.read.fileno(), False)
-        while chunk := self.read.read(65536):
-            self.output += chunk.decode()
-        return statuses
+        return [process.wait(WAIT_SECONDS) for process in self.ranks]
 
-    def close(self) -> None:
+    def stop(self) -> list[int]:
+        """SIGTERM to every rank, as torchrun does; their statuses."""
         for process in self.ranks:
-            process.kill()
-            process.wait()
-        os.close(self.write)
-        self.read.close()
+            process.send_signal(signal.SIGTERM)
+        return self.statuses()
+
+    def assert_over(self, *processes: psutil.Process) -> None:
+        """Neither a process nor a file is left."""
+        assert_gone([*processes])
+        assert list(self.runtime.iterdir()) == []
 
 
 def torchrun(rank: int, world: int) -> dict[str, str]:
@@ -84,129 +81,380 @@ def torchrun(rank: int, world: int) -> dict[str, str]:
 
 
 @pytest.fixture
-def serve(tmp_path_factory):
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def start(world: int, *flags: str, **keywords) -> Server:
-        servers.append(Server(tmp_path_factory.mktemp("s"), world, *flags, **keywords))
+    def start(world: int, *flags: str, **variables: str) -> Server:
+        servers.append(Server(tmp_path_factory.mktemp("s"), world, flags, variables))
         return servers[-1]
 
     yield start
     for server in servers:
-        server.close()
+        server.processes.close()
 
 
-def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=WAIT_SECONDS)
-    assert alive == []
+# An ordered end
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_every_rank_ends_everything_with_status_0(serve, number):
     server = serve(2)
-    server.until(RUNNING)
-    children = [server.engine(0), server.engine(1), server.frontend()]
+    server.running()
+    engines = [server.engine(0), server.engine(1)]
+    children = [*engines, server.frontend(), server.standby(*engines)]
     for process in server.ranks:  # torchrun passes its signal on to all of them
         process.send_signal(number)
     assert server.statuses() == [0, 0]
-    assert_gone(children)
-    assert list(server.runtime.iterdir()) == []
+    server.assert_over(*children)
     assert "device 1" in server.output
     assert "resolved configuration" in server.output
 
 
 def test_a_signal_to_one_worker_ends_the_server_in_order(serve):
-    server = serve(2)
-    server.until(RUNNING)
+    server = serve(2, "--no-standby")
+    server.running()
     server.ranks[1].send_signal(signal.SIGTERM)
     assert server.statuses() == [0, 0]
     assert "stopping (rank 1: SIGTERM)" in server.output
 
 
-def test_a_world_of_one_needs_no_launcher(serve):
+def test_a_world_of_one_needs_no_launcher_and_recovers(serve):
     server = serve(1)
-    server.until("epoch 1 runs on 1 rank")
-    server.ranks[0].send_signal(signal.SIGTERM)
-    assert server.statuses() == [0]
+    server.running()
+    server.engine(0).kill()
+    server.until("epoch 2 runs on 1 rank")
+    assert server.stop() == [0]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_engine_ends_the_server_and_is_named(serve, rank):
-    server = serve(2)
-    server.until(RUNNING)
-    children = [server.engine(0), server.engine(1), server.frontend()]
-    children[rank].kill()
-    assert server.statuses()[0] == 1
-    assert f"ep-runtime failed: rank {rank}: its engine ended: killed by SIGKILL" in server.output
-    assert_gone(children)
-
-
-def test_exit_0_without_stop_is_a_death(serve):
-    server = serve(2, variables={"FAKE_ENGINE_1": "leaves"})
-    assert server.statuses()[0] == 1
-    assert "ep-runtime failed: rank 1: its engine ended: exit status 0" in server.output
-
-
-def test_what_an_engine_reports_is_the_cause_that_is_named(serve):
-    server = serve(2, variables={"FAKE_ENGINE_1": "reports"})
-    assert server.statuses()[0] == 1
-    assert "ep-runtime failed: rank 1: RuntimeError: the device is on fire" in server.output
-
-
-def test_a_dead_frontend_ends_the_server(serve):
-    server = serve(1, variables={"FAKE_FRONTEND": "dies"})
-    assert server.statuses() == [1]
-    assert "ep-runtime failed: the frontend ended: exit status 7" in server.output
+@pytest.mark.parametrize(
+    ("orders", "seen"),
+    [
+        ({"FAKE_ENGINE_1": "load hangs"}, "hangs in load"),
+        ({"FAKE_ENGINE_0": "opening hangs"}, "hangs in opening"),
+        ({"FAKE_ENGINE_1": "forming hangs"}, "hangs in forming"),
+        ({"FAKE_ENGINE_1": "running dies@1,load hangs@2"}, "hangs in load"),
+        ({"FAKE_ENGINE_1": "running dies@1,forming hangs@2"}, "hangs in forming"),
+        ({"FAKE_ENGINE_0": "running dies@1", "FAKE_ENGINE_1": "leaving hangs"}, "hangs in leaving"),
+        ({"FAKE_ENGINE_1": "running dies@1,load dies"}, "another starts in 1 s"),
+    ],
+)
+def test_sigterm_ends_everything_with_status_0_whatever_is_going_on(serve, orders, seen):
+    server = serve(2, "--no-standby", "--drain-timeout=0", **orders)
+    server.until(seen)
+    children = [child for process in server.ranks for child in psutil.Process(process.pid).children(recursive=True)]
+    assert server.stop() == [0, 0]
+    server.assert_over(*children)
 
 
 def test_an_engine_that_ignores_everything_is_killed_in_time(serve):
-    server = serve(2, variables={"FAKE_ENGINE_1": "deaf"})
-    server.until(RUNNING)
+    server = serve(2, "--no-standby", FAKE_ENGINE_1="stopping is deaf")
+    server.running()
     deaf = server.engine(1)
     began = time.monotonic()
-    server.ranks[0].send_signal(signal.SIGTERM)
-    assert server.statuses() == [0, 0]
+    assert server.stop() == [0, 0]
     assert time.monotonic() - began < 25  # torchrun kills after 30
-    assert_gone([deaf])
+    server.assert_over(deaf)
     assert "SIGKILL to its engine" in server.output
 
 
+# Engines that end
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+def test_killed_engines_are_replaced_and_the_others_stay(serve, ranks):
+    server = serve(2)
+    server.running()
+    engines = [server.engine(0), server.engine(1)]
+    server.mark()
+    for rank in ranks:
+        engines[rank].kill()
+    epoch = server.running()
+    assert epoch > 1
+    for rank, engine in enumerate(engines):
+        assert engine.is_running() == (rank not in ranks)
+        assert (f"fake engine {rank} pid" in server.output[server.processes.at :]) == (rank in ranks)
+    cause = re.search(r"epoch 1 ended: rank (\d): its engine ended: killed by SIGKILL", server.output)
+    assert cause is not None
+    assert int(cause[1]) in ranks
+    (folder,) = server.runtime.iterdir()
+    left = {f"links-{epoch}", f"engine-{epoch}"}
+    assert {entry.name for entry in folder.iterdir() if entry.name.startswith(("links-", "engine-"))} == left
+    assert server.stop() == [0, 0]
+    server.assert_over(*engines)
+
+
+def test_the_standby_that_lived_already_becomes_the_engine(serve):
+    server = serve(1)
+    server.running()
+    engine = server.engine(0)
+    standby = server.standby(engine)
+    server.mark()
+    engine.kill()
+    assert server.engine(0).pid == standby.pid
+    server.until("epoch 2 runs on")
+    server.standby(standby)
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        {"FAKE_ENGINE_1": "running exits@1"},
+        {"FAKE_ENGINE_1": "running crashes@1"},
+        {"FAKE_ENGINE_1": "running reports@1"},
+        {"FAKE_ENGINE_0": "opening dies@1"},
+        {"FAKE_ENGINE_1": "forming dies@1"},
+        {"FAKE_ENGINE_1": "forming fails@1"},
+        {"FAKE_ENGINE_0": "running dies@1", "FAKE_ENGINE_1": "leaving hangs@1"},
+        {"FAKE_ENGINE_0": "running dies@1", "FAKE_ENGINE_1": "leaving dies@1"},
+        {"FAKE_ENGINE_0": "running dies@1,forming dies@2", "FAKE_ENGINE_1": "running dies@1,load dies@2"},
+    ],
+    ids=lambda orders: "; ".join(orders.values()),
+)
+def test_an_epoch_follows_whatever_an_engine_does(serve, orders):
+    server = serve(2, "--no-standby", **orders)
+    server.until(r"epoch [2-9] runs on 2 ranks; recovered in|epoch [2-9] runs on 2 ranks$")
+    assert server.stop() == [0, 0]
+    server.assert_over()
+
+
+def test_an_engine_that_dies_while_it_loads_is_started_again(serve):
+    server = serve(2, "--no-standby", FAKE_ENGINE_1="load dies@1,load exits@2")
+    assert server.running() == 1
+    assert server.stop() == [0, 0]
+
+
+def test_a_stopped_engine_is_killed_when_an_epoch_ends(serve):
+    server = serve(2, "--no-standby")
+    server.running()
+    stopped = server.engine(1)
+    stopped.suspend()
+    server.engine(0).kill()
+    server.until(r"the engine is killed: it has not left epoch 1")
+    server.until("epoch 2 runs on 2 ranks")
+    assert_gone([stopped])
+    assert server.stop() == [0, 0]
+
+
+def test_an_engine_that_dies_at_every_start_ends_the_server_with_its_cause(serve):
+    server = serve(2, "--no-standby", "--max-failed-starts=3", FAKE_ENGINE_1="load dies")
+    engine = server.engine(0)
+    assert server.statuses()[0] == 1
+    cause = "rank 1: 3 starts in a row have failed; the last: rank 1: its engine ended: killed by SIGKILL"
+    assert f"ep-runtime failed: {cause}" in server.output
+    server.assert_over(engine)
+
+
+def test_an_engine_that_dies_while_the_frontend_drains_delays_nothing(serve):
+    server = serve(2, "--no-standby", FAKE_ENGINE_1="leaving hangs")
+    server.running()
+    server.engine(0).kill()
+    server.until("hangs in leaving")
+    began = time.monotonic()
+    assert server.stop() == [0, 0]
+    assert time.monotonic() - began < 25
+    server.assert_over()
+
+
 def test_a_load_that_takes_too_long_names_its_rank(serve):
-    server = serve(2, "--load-timeout=3", variables={"FAKE_ENGINE_1": "load hangs"})
+    server = serve(2, "--no-standby", "--load-timeout=3", FAKE_ENGINE_1="load hangs")
     assert server.statuses()[0] == 1
     assert "ep-runtime failed: load: nothing from rank 1 after 3 s" in server.output
+    server.assert_over()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_children_die_with_a_killed_supervisor(serve, rank):
+# Supervisors that end
+
+
+def test_children_die_with_a_killed_supervisor_whose_rank_may_be_started_again(serve):
     server = serve(2)
-    server.until(RUNNING)
-    children = [server.engine(0), server.engine(1), server.frontend()]
-    server.ranks[rank].kill()
-    statuses = server.statuses()
-    assert statuses[rank] == -signal.SIGKILL
-    assert statuses[1 - rank] == 1
+    server.running()
+    engines = [server.engine(0), server.engine(1)]
+    server.mark()
+    server.ranks[1].kill()
+    server.until("epoch 1 ended: rank 1: its supervisor is gone")
+    assert_gone([engines[1]])
+    server.ranks[1].wait()
+    server.ranks[1] = server.start_rank(1)
+    server.until("epoch 2 runs on 2 ranks")
+    assert engines[0].is_running()
+    assert server.stop() == [0, 0]
+    server.assert_over(*engines)
+
+
+def test_children_die_with_the_heads_killed_supervisor_and_the_other_rank_ends_when_it_is_told_to(serve):
+    server = serve(2)
+    server.running()
+    engines = [server.engine(0), server.engine(1)]
+    children = [engines[0], server.frontend()]
+    server.ranks[0].kill()
+    server.until("rank 1: lost the head")
     assert_gone(children)
+    assert engines[1].is_running()
+    server.ranks[1].send_signal(signal.SIGTERM)  # by torchrun, which sees that rank 0 has failed
+    assert server.statuses() == [-signal.SIGKILL, 0]
+    assert_gone(engines)
 
 
-def test_a_daemon_joins_by_token_and_takes_the_heads_configuration(serve, tmp_path):
+def test_a_rank_of_torchrun_does_not_wait_for_ever(serve):
+    server = serve(0, "--rendezvous-timeout=1")
+    server.world = 2
+    alone = server.start_rank(1)
+    assert alone.wait(WAIT_SECONDS) == 1
+    assert "ep-runtime failed: no head for" in server.output
+
+
+# The frontend
+
+
+def answer_of(port: int) -> int:
+    """The process id of the frontend that answers on `port`, which may be about to be started."""
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECONDS) as client:
+        return int(client.recv(100))
+
+
+def test_a_killed_frontend_is_started_again_on_the_same_port_and_the_engines_stay(serve):
     port = free_port()
-    token = "0123456789abcdef"
-    flags = ("--world-size=2", "--coordinator-host=127.0.0.1", f"--coordinator-port={port}")
-    server = serve(1, *flags, variables={"EP_RUNTIME_TOKEN": token})
-    wrong = server.start(["--head", f"127.0.0.1:{port}"], server.base | {"EP_RUNTIME_TOKEN": token[::-1]})
-    assert wrong.wait(WAIT_SECONDS) == 1
-    server.until("refused by the head: the token is wrong")
-    server.ranks.append(server.start(["--head", f"127.0.0.1:{port}"], server.base))
-    server.until("epoch 1 runs on 2 ranks")
-    server.ranks[0].send_signal(signal.SIGTERM)
-    assert server.statuses() == [0, 0]
-    assert token not in server.output
+    server = serve(2, "--no-standby", f"--port={port}")
+    server.running()
+    engines = [server.engine(0), server.engine(1)]
+    frontend = server.frontend()
+    assert answer_of(port) == frontend.pid
+    server.mark()
+    frontend.kill()
+    assert_gone([frontend])  # until then it could take the connection
+    second = answer_of(port)
+    assert server.frontend().pid == second != frontend.pid
+    assert all(engine.is_running() for engine in engines)
+    assert "runs on" not in server.output[server.processes.at :]
+    assert server.stop() == [0, 0]
+
+
+def test_a_frontend_that_cannot_start_ends_the_server_with_its_cause(serve):
+    server = serve(1, "--no-standby", "--max-failed-starts=2", FAKE_FRONTEND="dies")
+    assert server.statuses() == [1]
+    assert "ep-runtime failed: the frontend: 2 starts in a row have failed; the last: exit status 7" in server.output
+    server.assert_over()
+
+
+# Daemons
+
+
+class Relay:
+    """Carries one connection at a time from its own port to another, until it is cut."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._port = port
+        self._pair: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            try:
+                far = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:
+                near.close()
+                continue
+            self._pair = [near, far]
+            for ends in ((near, far), (far, near)):
+                self._threads.append(threading.Thread(target=copy, args=ends, daemon=True))
+                self._threads[-1].start()
+
+    def cut(self) -> None:
+        self._pair[0].shutdown(socket.SHUT_RDWR)  # the threads do the rest
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+
+
+def copy(source: socket.socket, target: socket.socket) -> None:
+    """Until either end is closed; then so is the other direction."""
+    with source:
+        try:
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
+
+
+def head_of_two(serve: Callable[..., Server], *flags: str) -> tuple[Server, int]:
+    """Rank 0 of a world of two that others join over TCP, and the port where they do."""
+    port = free_port()
+    world = ("--world-size=2", "--coordinator-host=127.0.0.1", f"--coordinator-port={port}")
+    return serve(1, *world, *flags, EP_RUNTIME_TOKEN=TOKEN), port
+
+
+def test_a_daemon_joins_by_token_takes_the_heads_configuration_and_leaves_with_it(serve):
+    server, port = head_of_two(serve)
+    wrong = server.start_daemon(f"127.0.0.1:{port}", EP_RUNTIME_TOKEN=TOKEN[::-1])
+    assert wrong.wait(WAIT_SECONDS) == 1
+    server.until("ep-runtime failed: refused by the head: the token is wrong")
+    daemon = server.start_daemon(f"127.0.0.1:{port}")
+    server.until("epoch 1 runs on 2 ranks")
+    engines = [server.engine(0), server.engine(1)]
+    assert server.stop() == [0]
+    assert daemon.wait(WAIT_SECONDS) == 0
+    server.assert_over(*engines)
+    assert TOKEN not in server.output
+
+
+def test_a_daemon_survives_the_heads_restart_with_its_weights(serve):
+    server, port = head_of_two(serve, "--no-standby")
+    daemon = server.start_daemon(f"127.0.0.1:{port}")
+    server.until("epoch 1 runs on 2 ranks")
+    engine = server.engine(1)
+    server.mark()
+    server.ranks[0].kill()
+    server.ranks[0].wait()
+    server.until("fake engine 1 leaves epoch 1")
+    server.ranks[0] = server.start_rank(0)
+    server.until("epoch 1 runs on 2 ranks")
+    assert engine.is_running()
+    assert "fake engine 1 pid" not in server.output[server.processes.at :]
+    assert server.stop() == [0]
+    assert daemon.wait(WAIT_SECONDS) == 0
+    assert_gone([engine])
+
+
+def test_a_daemon_survives_a_broken_connection_with_its_weights(serve):
+    server, port = head_of_two(serve, "--no-standby")
+    relay = Relay(port)
+    daemon = server.start_daemon(relay.address)
+    server.until("epoch 1 runs on 2 ranks")
+    engine = server.engine(1)
+    server.mark()
+    relay.cut()
+    server.until("epoch 2 runs on 2 ranks")
+    assert engine.is_running()
+    assert "fake engine 1 pid" not in server.output[server.processes.at :]
+    assert server.stop() == [0]
+    assert daemon.wait(WAIT_SECONDS) == 0
+    relay.close()
+
+
+def test_a_spare_daemon_waits_and_takes_the_place_of_one_that_is_killed(serve):
+    server, port = head_of_two(serve, "--no-standby")
+    first = server.start_daemon(f"127.0.0.1:{port}")
+    server.until("epoch 1 runs on 2 ranks")
+    spare = server.start_daemon(f"127.0.0.1:{port}")
+    server.until("no head yet .refused by the head: all 2 ranks have joined")
+    first.kill()
+    server.until("epoch 2 runs on 2 ranks")
+    assert server.stop() == [0]
+    assert spare.wait(WAIT_SECONDS) == 0

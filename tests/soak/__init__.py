@@ -1,0 +1,1 @@
+"""A server under steady load for a long time: `make soak`."""

@@ -1,0 +1,97 @@
+"""Judges the answers of a run with faults by those of a run without, and those greedy ones by transformers."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.chaos_requests import Answer, Request, Sample
+from tests.support.checkpoints import routing_margin
+from tests.support.greedy import NEAR_TIE, Judged, _double, _logits, judge_greedy
+
+LOGPROB_TOLERANCE = 1e-3
+ROUTING_TIE = 1e-5
+"""Gap of router logits below which rounding may choose another expert, and so other tokens."""
+
+
+def whole(request: Request, answer: Answer) -> list[str]:
+    """What is wrong with an answer by itself: every sample ends once, and nothing comes after the end."""
+    where = f"request {request.number} ({request.body})"
+    if answer.broken:
+        return [f"{where}: {answer.broken}"]
+    wrong = []
+    if answer.ends != 1 or answer.after:
+        wrong.append(f"{where}: {answer.ends} ends, {answer.after} events after the end")
+    if answer.error:
+        return wrong
+    if answer.status != 200:
+        wrong.append(f"{where}: status {answer.status} without an error")
+    if sorted(answer.samples) != list(range(request.body.get("n", 1))):
+        wrong.append(f"{where}: samples {sorted(answer.samples)}")
+    wrong += [f"{where}: sample {i} ended {s.finishes} times" for i, s in answer.samples.items() if s.finishes != 1]
+    return wrong
+
+
+def judge_reference(folder: Path, requests: dict[int, Request], answers: dict[int, Answer]) -> Judged:
+    """Hold the plainly greedy completions among the answers to transformers."""
+    judged = Judged()
+    for number, answer in sorted(answers.items()):
+        body = requests[number].body
+        if _plainly_greedy(body):
+            judge_greedy(folder, body["prompt"], answer.samples[0].token_ids, judged)
+    return judged
+
+
+class Judge:
+    """Compares answers of the same requests to one model folder. `ties` counts the differences that a near tie explains."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ties = 0
+        self._folder = folder
+
+    def same(self, request: Request, answer: Answer, reference: Answer) -> list[str]:
+        """What differs between two answers, near ties apart."""
+        where = f"request {request.number} ({request.body})"
+        wrong = []
+        for index, given in sorted(reference.samples.items()):
+            found = answer.sample(index)
+            if found.token_ids != given.token_ids:
+                if not self._near_tie(request, found, given):
+                    wrong.append(f"{where}: sample {index} is\n{found.token_ids}, not\n{given.token_ids}")
+                continue
+            if (found.text, found.finish, found.stop_reason) != (given.text, given.finish, given.stop_reason):
+                wrong.append(f"{where}: sample {index} is {found}, not {given}")
+            elif not _close(found.logprobs, given.logprobs) or not _close(found.prompt_logprobs, given.prompt_logprobs):
+                wrong.append(f"{where}: the logprobs of sample {index} are in {found}, not as in {given}")
+        return wrong
+
+    def _near_tie(self, request: Request, found: Sample, given: Sample) -> bool:
+        """Whether the first token that differs is one that rounding may decide; what follows it follows from it."""
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(found.token_ids, given.token_ids, strict=False))
+        place = sum(1 for _ in same)
+        prompt = request.body.get("prompt")
+        if prompt is None or place == min(len(found.token_ids), len(given.token_ids)):
+            return False
+        tokens = [*prompt, *given.token_ids[:place]]
+        tie = routing_margin(self._folder, tokens) < ROUTING_TIE
+        if not tie and _plainly_greedy(request.body):
+            logits = _logits(_double(self._folder), tokens)[-1]
+            top, second = logits.topk(2).values.tolist()
+            tie = max(top - second, top - logits[found.token_ids[place]].item()) < NEAR_TIE
+        self.ties += tie
+        return tie
+
+
+def _plainly_greedy(body: dict[str, Any]) -> bool:
+    """Whether each token is the likeliest by the model's own distribution, after a prompt of known tokens."""
+    bent = ("presence_penalty", "logit_bias", "response_format")
+    return body.get("temperature") == 0.0 and "prompt" in body and not any(name in body for name in bent)
+
+
+def _close(found: list[float], given: list[float]) -> bool:
+    if len(found) != len(given):
+        return False
+    return not given or torch.allclose(torch.tensor(found), torch.tensor(given), rtol=0.0, atol=LOGPROB_TOLERANCE)
