@@ -33,7 +33,7 @@ VISITS, CLIENTS = 40, 16
 GROWTH_BYTES, PEAK_BYTES = 64 << 20, 1 << 30
 """What the process may keep once it is warm, and what it may hold for a while: ten bodies, and grammars being compiled."""
 SPARE_FILES = 8
-PATIENCE = {"header_seconds": 3.0, "body_seconds": 3.0, "write_seconds": 3.0}
+PATIENCE = {"header_seconds": 6.0, "body_seconds": 6.0, "write_seconds": 6.0}
 """Short, since visits wait for these limits; not so short that a client on a busy machine passes them."""
 SETTINGS = {**PATIENCE, "grammar_seconds": 1.0, "max_request_bytes": 2**20}
 CHECKED_JOURNAL = """

@@ -13,7 +13,7 @@ from types import FrameType
 import psutil
 
 Case = Callable[[random.Random], None]
-HANG_SECONDS = 20.0
+HANG_SECONDS = 60.0
 GROWTH_BYTES = 96 << 20
 """What this process may grow by after its first second: lists of messages, caches of the interpreter, and a case of 16 MiB."""
 
