@@ -3,11 +3,11 @@
 A launch has at most PROGRAMS programs, whatever its shape, so that all of them run at once. Program p owns every PROGRAMS-th row.
 It copies its rows of the partial into the half of its rank's buffer that is in turn, tells every peer, waits until all have told
 it, and adds the ranks' rows in rank order in float32: the same bits on all ranks. The sum can be added to the residual and
-normalised in the same launch. Peers' rows are read past all caches (`.cv`), which unlike volatile reads still come in 16 bytes.
+normalised in the same launch. The read of a signal that ends a wait acquires, so that plain reads of the peers' rows may follow it.
 
 | word | in | written by | meaning |
 |---|---|---|---|
-| `signals[p * world + r]` | every rank's signal memory | rank r | rank r's part p of call n is readable, when it holds n |
+| `signals[p * line + r]` | every rank's signal memory | rank r, a peer | rank r's part p of call n is readable, when it holds n |
 | `turns[p]` | this rank's memory | this rank | the number of calls that program p has finished |
 | `abort[0]` | pinned host memory | this rank's host | not 0: leave without the peers; the output means nothing |
 
@@ -22,6 +22,7 @@ writes, in every call. Addresses come from device tables, so that graphs can out
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -36,27 +37,30 @@ GATHER_BLOCK = 2048
 SPINS_A_LOOK = 1024
 """Reads of a peer's signal between looks at the abort word, which lies in host memory and is slow to read."""
 
+SIGNAL_LINE = 32
+"""int32 words of a cache line: one program's signals. Those who wait for others then do not slow its peers' writes down."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
     """How a program waits for its peers.
 
-    `spins`: reads between looks at the abort word. `pause_ns`: pause before each read, 0 for none. `atomic`: read by an atomic
-    instead of by a volatile load.
+    `spins`: reads between looks at the abort word. `pause_ns`: pause before each read, 0 for none. `reader`: every warp reads, or
+    one thread does and tells the others, by a load or by an atomic operation.
     """
 
     spins: int = SPINS_A_LOOK
     pause_ns: int = 0
-    atomic: bool = False
+    reader: Literal["warps", "thread", "atomic"] = "warps"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerMemory:
     """What the kernels need of a group. Tables are int64 `[world]` on the device: the ranks' buffers and signals, own ones too.
 
-    A buffer holds two halves of `capacity` elements; signals are int32 `[PROGRAMS * world]`, turns int32 `[PROGRAMS]`, all zero at
-    the start of an epoch. `abort` is one int32 in pinned host memory. One memory serves sums of one width, or gathers, not both,
-    and always by the same number of `programs`, at most PROGRAMS.
+    A buffer holds two halves of `capacity` elements; signals are int32 `[PROGRAMS * SIGNAL_LINE]`, turns int32 `[PROGRAMS]`, all
+    zero at the start of an epoch. `abort` is one int32 in pinned host memory. One memory serves sums of one width, or gathers, not
+    both, and always by the same number of `programs`, whose signals are `line` words apart, from `world` to SIGNAL_LINE.
     """
 
     rank: int
@@ -67,7 +71,12 @@ class PeerMemory:
     abort: torch.Tensor
     capacity: int
     programs: int = PROGRAMS
+    line: int = SIGNAL_LINE
     waiting: Waiting = Waiting()
+
+    def __post_init__(self) -> None:
+        if not (self.world <= self.line <= SIGNAL_LINE and 1 <= self.programs <= PROGRAMS):
+            raise ValueError(f"{self.programs} programs with signals {self.line} words apart do not fit the memory for signals")
 
     def fits(self, rows: int, width: int) -> bool:
         """Whether a partial `[rows, width]` can be summed in one launch."""
@@ -134,9 +143,10 @@ def gather_rows(memory: PeerMemory, shard: torch.Tensor) -> torch.Tensor:
             RANK=memory.rank,
             WORLD=memory.world,
             BLOCK=GATHER_BLOCK,
+            LINE=memory.line,
             SPINS=memory.waiting.spins,
             PAUSE=memory.waiting.pause_ns,
-            ATOMIC=memory.waiting.atomic,
+            READER=memory.waiting.reader,
             num_warps=8,
         )
     return out
@@ -181,19 +191,26 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
         ADD=x is not None,
         SHARED=shared is not None,
         ZERO_CENTERED=zero_centered,
+        LINE=memory.line,
         SPINS=memory.waiting.spins,
         PAUSE=memory.waiting.pause_ns,
-        ATOMIC=memory.waiting.atomic,
+        READER=memory.waiting.reader,
         num_warps=min(16, max(4, block // 512)),
     )
 
 
 @triton.jit
-def _look(word, PAUSE: tl.constexpr, ATOMIC: tl.constexpr):
-    """The word's value now, after a pause if there is to be one."""
-    if PAUSE > 0:
-        tl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [PAUSE], dtype=tl.int32, is_pure=False, pack=1)
-    return tl.atomic_add(word, 0, sem="relaxed", scope="sys") if ATOMIC else tl.load(word, volatile=True)
+def _look(word, READER: tl.constexpr):
+    """The word's value now. Unless every warp reads for itself, it is the same for all, and acquired.
+
+    Triton's atomics run in one thread and give their result to all. Adding nothing is compiled to a load; taking the larger is not.
+    """
+    if READER == "warps":
+        return tl.load(word, volatile=True)
+    elif READER == "thread":
+        return tl.atomic_add(word, 0, sem="acquire", scope="sys")
+    else:
+        return tl.atomic_max(word, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
@@ -204,28 +221,37 @@ def _meet(
     turn,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
+    LINE: tl.constexpr,
     SPINS: tl.constexpr,
     PAUSE: tl.constexpr,
-    ATOMIC: tl.constexpr,
+    READER: tl.constexpr,
 ):
-    """Tell every rank that this one's part of `turn` is readable, and wait until all have told it, or the host says to stop.
+    """Tell every peer that this rank's part of `turn` is readable, and wait until all have told it, or the host says to stop.
 
-    Waiting reads; only the read that ends it is an atomic, which orders what follows behind it.
+    The host's word is never the target of an atomic operation, which its link to the device may not have.
     """
     for r in tl.static_range(WORLD):
-        theirs = tl.load(signals + r).to(tl.pointer_type(tl.int32)) + program * WORLD + RANK
-        tl.atomic_xchg(theirs, turn, sem="release", scope="sys")
-    told = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + program * WORLD
+        if r != RANK:
+            theirs = tl.load(signals + r).to(tl.pointer_type(tl.int32)) + program * LINE + RANK
+            tl.atomic_xchg(theirs, turn, sem="release", scope="sys")
+    told = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + program * LINE
     stop = 0
     for r in tl.static_range(WORLD):
-        seen = tl.load(told + r, volatile=True)
-        spins = 0
-        while (seen < turn) & (stop == 0):
-            seen = _look(told + r, PAUSE, ATOMIC)
-            spins += 1
-            if spins % SPINS == 0:
-                stop = tl.load(abort, volatile=True)
-        tl.atomic_add(told + r, 0, sem="acquire", scope="sys")
+        if r != RANK:
+            seen = _look(told + r, READER)
+            spins = 0
+            while (seen < turn) & (stop == 0):
+                if PAUSE > 0:
+                    tl.inline_asm_elementwise(
+                        "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [PAUSE], dtype=tl.int32, is_pure=False, pack=1
+                    )
+                seen = _look(told + r, READER)
+                spins += 1
+                if spins % SPINS == 0:
+                    stop = _look(abort, "warps" if READER == "warps" else "thread")
+            if READER == "warps":
+                # An acquiring load whose value nobody uses would be left out.
+                tl.atomic_max(told + r, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
@@ -244,9 +270,10 @@ def _gather_kernel(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
+    LINE: tl.constexpr,
     SPINS: tl.constexpr,
     PAUSE: tl.constexpr,
-    ATOMIC: tl.constexpr,
+    READER: tl.constexpr,
 ):
     program = tl.program_id(0)
     first = program * share
@@ -259,14 +286,14 @@ def _gather_kernel(
         at = start + tl.arange(0, BLOCK)
         tl.store(own + place + (at - first), tl.load(shard + at, mask=at < end), mask=at < end)
     tl.debug_barrier()
-    _meet(signals, abort, program, turn, RANK, WORLD, SPINS, PAUSE, ATOMIC)
+    _meet(signals, abort, program, turn, RANK, WORLD, LINE, SPINS, PAUSE, READER)
     tl.debug_barrier()
     if RANK == 0:
         for r in tl.static_range(WORLD):
             theirs = tl.multiple_of(tl.load(buffers + r).to(tl.pointer_type(dtype)), 16)
             for start in range(first, end, BLOCK):
                 at = start + tl.arange(0, BLOCK)
-                value = tl.load(theirs + place + (at - first), mask=at < end, other=0.0, cache_modifier=".cv").to(tl.float32)
+                value = tl.load(theirs + place + (at - first), mask=at < end, other=0.0).to(tl.float32)
                 row = at // width
                 tl.store(out + row.to(tl.int64) * (WORLD * width) + r * width + (at - row * width), value, mask=at < end)
     tl.store(turns + program, turn)
@@ -298,9 +325,10 @@ def _one_shot_kernel(
     ADD: tl.constexpr,
     SHARED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    LINE: tl.constexpr,
     SPINS: tl.constexpr,
     PAUSE: tl.constexpr,
-    ATOMIC: tl.constexpr,
+    READER: tl.constexpr,
 ):
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -313,14 +341,14 @@ def _one_shot_kernel(
         to = tl.cast(row, tl.int64) * width + at
         tl.store(own + to, tl.load(partial + to, mask=here), mask=here)
     tl.debug_barrier()
-    _meet(signals, abort, program, turn, RANK, WORLD, SPINS, PAUSE, ATOMIC)
+    _meet(signals, abort, program, turn, RANK, WORLD, LINE, SPINS, PAUSE, READER)
     tl.debug_barrier()
     for row in range(program, rows, PROGRAMS):
         to = tl.cast(row, tl.int64) * width + at
         value = tl.zeros((BLOCK,), tl.float32)
         for r in tl.static_range(WORLD):
             theirs = tl.multiple_of(tl.load(buffers + r).to(tl.pointer_type(dtype)), 16) + half
-            value += tl.load(theirs + to, mask=here, other=0.0, cache_modifier=".cv").to(tl.float32)
+            value += tl.load(theirs + to, mask=here, other=0.0).to(tl.float32)
         # A sum is a value of the model's dtype wherever it is made: the reference rounds it there, too.
         value = value.to(dtype).to(tl.float32)
         if ADD:

@@ -1,11 +1,14 @@
-"""`python -m ep_runtime.bench decode|prefill|throughput|demo|recovery`; the first three also under torchrun, with any ranks."""
+"""`python -m ep_runtime.bench decode|prefill|throughput|collectives|demo|recovery`.
+
+The first three also run under torchrun, with any ranks; `collectives` runs under torchrun alone.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 
-from ep_runtime.bench import decode, demo, prefill, recovery
+from ep_runtime.bench import collectives, decode, demo, prefill, recovery
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -16,6 +19,7 @@ def main(argv: list[str] | None = None) -> None:
         "decode": (decode.__doc__, decode.add_arguments, decode.run),
         "prefill": ("tokens per second of prompts", prefill.add_prefill_arguments, prefill.run_prefill),
         "throughput": ("seconds of many requests at once", prefill.add_throughput_arguments, prefill.run_throughput),
+        "collectives": (collectives.__doc__, collectives.add_arguments, collectives.run),
         "demo": (demo.__doc__, demo.add_arguments, demo.run),
         "recovery": (recovery.__doc__, recovery.add_arguments, recovery.run),
     }

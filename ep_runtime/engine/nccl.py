@@ -74,7 +74,7 @@ class NcclGroup:
             DeviceStuckError: that takes longer than LEAVE_SECONDS.
         """
         group, self.group = self.group, None
-        aborting = threading.Thread(target=_abort, args=([group],), name="aborting a group", daemon=True)
+        aborting = threading.Thread(target=_abort, args=([group], self._device), name="aborting a group", daemon=True)
         del group
         aborting.start()
         deadline = time.monotonic() + LEAVE_SECONDS
@@ -107,11 +107,12 @@ def _pause(deadline: float, late: str) -> None:
     time.sleep(POLL_S)
 
 
-def _abort(held: list[Any]) -> None:
+def _abort(held: list[Any], device: torch.device) -> None:
     """End the communicators of the group that `held` alone holds, if any, and drop it here, since that waits for its threads."""
     group = held.pop()
     if group is None:
         return
+    torch.cuda.set_device(device)  # of this thread: another device would get a context by what is freed here
     try:
         group.abort()
     except RuntimeError as error:

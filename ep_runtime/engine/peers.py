@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from ep_runtime.engine.host_memory import Exchange
-from kernels.one_shot_triton import PROGRAMS, PeerMemory
+from kernels.one_shot_triton import PROGRAMS, SIGNAL_LINE, PeerMemory
 from protocol.errors import EpPeerGone
 
 BUFFER_BYTES = {"sums": 64 << 20, "logits": 128 << 20}
@@ -29,7 +29,7 @@ class Peers:
         self._world = world
         self._device = device
         self._buffer = torch.zeros(BUFFER_BYTES[use], dtype=torch.uint8, device=device)
-        self._signals = torch.zeros(PROGRAMS * world, dtype=torch.int32, device=device)
+        self._signals = torch.zeros(PROGRAMS * SIGNAL_LINE, dtype=torch.int32, device=device)
         self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         self._tables = torch.zeros(2, world, dtype=torch.int64, device=device)
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()

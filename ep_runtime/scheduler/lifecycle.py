@@ -168,10 +168,14 @@ class Lifecycle:
 
     # RUNNING -> DRAINING, FINISHED
 
-    def leave(self, seq: Sequence, state: SeqState) -> None:
-        """Stop running: the FREE goes out with the next plan, slot and blocks return when the last results are read."""
+    def leave(self, seq: Sequence, state: SeqState, *, failures: int = 0) -> None:
+        """Stop running: the FREE goes out with the next plan, slot and blocks return when the last results are read.
+
+        `failures` are added to its count while it is in no list: the count decides in which one it is.
+        """
         slot = self._slot(seq)
         self.running.remove(seq)
+        seq.failures += failures
         self._stop_computing(seq)
         self.slots.drain(slot)
         self.free_later(slot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ep_runtime.scheduler.admission import blocks_for, piece_end, runs_alone
+from ep_runtime.scheduler.admission import blocks_for, piece_end
 from ep_runtime.scheduler.core import NEVER, Plan, SchedulerLimits, Sequence, SlotAlloc, StepRecord
 from ep_runtime.scheduler.lifecycle import Lifecycle
 from protocol.commands import Span, Wanted
@@ -108,8 +108,8 @@ class Planner:
     def _admit_next(self, draft: Draft, *, alone: bool) -> bool:
         """Start the first waiting sequence with its first piece. False when it cannot start now: then nobody overtakes it."""
         life = self._life
-        seq = life.queue.peek()
-        if seq is None or draft.room == 0 or life.slots.free == 0 or runs_alone(seq.failures) != alone:
+        seq = life.queue.peek(alone=alone)
+        if seq is None or draft.room == 0 or life.slots.free == 0:
             return False
         if life.overtakes(seq) or life.sibling_computes(seq):
             return False

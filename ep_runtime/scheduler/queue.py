@@ -1,17 +1,21 @@
-"""The waiting queue: priority (lower first), then arrival."""
+"""The waiting queue: priority (lower first), then arrival. Suspects have a lane of their own, so that nobody waits for them."""
 
 from __future__ import annotations
 
 import heapq
 
+from ep_runtime.scheduler.admission import runs_alone
 from ep_runtime.scheduler.core import SchedulerError, SeqState, Sequence
 
 
 class WaitingQueue:
-    """A heap of keys over the waiting sequences. Removed ones leave their key behind, which is skipped when it surfaces."""
+    """A heap of keys a lane. Removed sequences leave their key behind, which is skipped when it surfaces.
+
+    What decides the lane, a sequence's count of failures, does not change while it waits.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int]] = []
+        self._lanes: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self._waiting: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -22,11 +26,11 @@ class WaitingQueue:
         if seq.arrival in self._waiting:
             raise SchedulerError(f"{seq.request_id} is queued twice")
         self._waiting[seq.arrival] = seq
-        heapq.heappush(self._heap, seq.key)
+        heapq.heappush(self._lanes[runs_alone(seq.failures)], seq.key)
 
-    def peek(self) -> Sequence | None:
-        """The next one, or None."""
-        heap, waiting = self._heap, self._waiting
+    def peek(self, *, alone: bool) -> Sequence | None:
+        """The next one of those that run alone, or of the others; None when there is none."""
+        heap, waiting = self._lanes[alone], self._waiting
         while heap:
             seq = waiting.get(heap[0][1])
             if seq is not None:
@@ -38,15 +42,21 @@ class WaitingQueue:
         """Take one out, from any place; the cost is constant, amortised."""
         if self._waiting.pop(seq.arrival, None) is not seq:
             raise SchedulerError(f"{seq.request_id} is not queued")
-        if self._heap and self._heap[0] == seq.key:
-            heapq.heappop(self._heap)
-        elif len(self._heap) > 2 * len(self._waiting) + 16:
-            self._heap = sorted(waiting.key for waiting in self._waiting.values())
+        alone = runs_alone(seq.failures)
+        heap = self._lanes[alone]
+        if heap and heap[0] == seq.key:
+            heapq.heappop(heap)
+        elif len(heap) > 2 * len(self._waiting) + 16:
+            heap[:] = sorted(one.key for one in self._waiting.values() if runs_alone(one.failures) == alone)
 
     def check_integrity(self) -> None:
         """SchedulerError unless every queued sequence is WAITING, holds nothing and has exactly one key in the heap."""
         for seq in self._waiting.values():
             if seq.state is not SeqState.WAITING or seq.slot is not None or seq.blocks or seq.in_flight or seq.planned:
                 raise SchedulerError(f"{seq.request_id} is queued but {seq.state.name} with slot {seq.slot}")
-        if sorted(key for key in self._heap if key[1] in self._waiting) != sorted(seq.key for seq in self._waiting.values()):
-            raise SchedulerError("the heap's keys are not the waiting sequences'")
+        for alone, heap in self._lanes.items():
+            if any(runs_alone(self._waiting[key[1]].failures) != alone for key in heap if key[1] in self._waiting):
+                raise SchedulerError("a sequence waits in the wrong lane")
+        keys = [key for heap in self._lanes.values() for key in heap]
+        if sorted(key for key in keys if key[1] in self._waiting) != sorted(seq.key for seq in self._waiting.values()):
+            raise SchedulerError("the lanes' keys are not the waiting sequences'")

@@ -327,9 +327,7 @@ class Scheduler:
         """The sequence was in a failed batch: its state on the device is void from that step on."""
         seq.void_from = number
         seq.requeued = True
-        self._life.leave(seq, SeqState.DRAINING)
-        # It is in no running list now: the count decides in which one it will be.
-        seq.failures += 1
+        self._life.leave(seq, SeqState.DRAINING, failures=1)
 
     def _clear_suspicion(self, seq: Sequence) -> None:
         """It got a token alone, so it is not what failed its batches."""

@@ -186,9 +186,10 @@ class EngineProcess:
         self._send(message)
 
     def send_signal(self, number: signal.Signals, reason: str) -> None:
-        """Signal it and everything that it started; this counts as this supervisor's own act."""
-        self._sent.add(number)
-        self._reason = reason
+        """Signal it and everything that it started; this counts as this supervisor's own act, unless it has ended before."""
+        if self.alive:
+            self._sent.add(number)
+            self._reason = reason
         self._child.send(number)
 
     def stop(self, message: Stop) -> None:

@@ -185,7 +185,9 @@ class Membership:
         if rank.starts.ended():
             cause = rank.words or str(evidence)
             return self._give_up(f"rank {rank.number}: {rank.starts.failed} starts in a row have failed; the last: {cause}")
-        return self._advance() if killed else self._observed(evidence, before)
+        if killed and evidence.consequence:
+            return self._advance()
+        return self._observed(evidence, before)  # it had ended by itself before it could be killed
 
     def _left(self, rank: Rank) -> list[Action]:
         before = rank.state

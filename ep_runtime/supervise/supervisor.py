@@ -144,8 +144,11 @@ class Supervisor:
             (welcome.rank, welcome.world, config.digest(), local.model, threads),
         )
         self._employed = True
+        before = self._keeper.engine
         self._keeper.employ(job)
         engine = self._keeper.engine
+        if engine is not before:
+            self._has_left()  # with its process; the next one has nothing to leave
         if engine is not None and engine.state is EngineState.IDLE:
             log.info("rank %d: its engine, process %d, has its weights still", self._rank, engine.pid)
             self._head.send(Loaded(rank=self._rank))
@@ -168,7 +171,8 @@ class Supervisor:
             return
         if engine.state is EngineState.BUSY:
             engine.tell(EndEpoch(epoch=engine.epoch, reason=f"lost the head: {error}"))
-        self._leaving = self._loop.later(LEAVE_SECONDS, self._left_late)
+        if self._leaving is None:  # else the next head was lost as well, and its time runs already
+            self._leaving = self._loop.later(LEAVE_SECONDS, self._left_late)
 
     def _left_late(self) -> None:
         self._keeper.kill(f"it did not leave its epoch within {LEAVE_SECONDS:g} s of losing the head")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tests.support.chaos_faults import Fault, inject, plan_faults
+from tests.support.chaos_faults import UNREADY_SECONDS, Fault, inject, plan_faults
 from tests.support.chaos_judge import Judge, judge_reference, whole
 from tests.support.chaos_requests import MARKERS, Answer, Clients, Request, long_stream, mixed_request
 from tests.support.chaos_server import ChaosServer, assert_nothing_leaks
@@ -16,7 +16,7 @@ from tests.support.chaos_watch import Watch
 SEED = 3
 REQUESTS = 200
 CLIENTS = 12
-COMMAND_TIMEOUT = 3.0
+COMMAND_TIMEOUT = 5.0
 FLAGS = (
     f"--command-timeout={COMMAND_TIMEOUT:g}",
     "--handshake-timeout=20",
@@ -79,6 +79,7 @@ def test_every_request_ends_once_with_the_tokens_that_it_would_have_had(serve: C
             server.wait_epoch(epoch + fault.epochs)
             print(f"{fault}: epoch {epoch + fault.epochs} after {time.monotonic() - begun:.2f} s", flush=True)
             if fault.epochs:
+                since += watch.stalled(since - UNREADY_SECONDS, since)
                 lies += [(fault, look) for look in watch.untruthful(epoch, since)]
             epoch += fault.epochs
         answers = clients.join()

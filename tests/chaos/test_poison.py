@@ -38,7 +38,7 @@ def fail_alone_among_others(server: ChaosServer, how: str, *ranks: int) -> None:
 
 def test_a_request_that_breaks_what_runs_it_fails_alone(serve: Callable[..., ChaosServer]) -> None:
     """Everywhere alike, in the same epoch; on one rank, after two epochs among others and one in which it is alone."""
-    server = serve("qwen3_moe", "plain", 2, "--command-timeout=3")
+    server = serve("qwen3_moe", "plain", 2, "--command-timeout=5")
     fail_alone_among_others(server, "raise", 0, 1)
     assert server.epoch() == 1
     for number, (how, rank) in enumerate(ONE_SIDED, start=1):

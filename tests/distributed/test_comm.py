@@ -48,7 +48,7 @@ def test_a_collective_that_a_peer_does_not_come_to_is_left_and_leaves_no_thread(
     survivor, other = ranks.outcomes(2, CASES + "leave_pending", shared=shared, elements=elements, peer=peer, deadline=60.0)
     assert other.kind == ("died" if peer == "killed" else "returned")
     found = survivor.value
-    assert found["seconds"] < 0.5
+    assert found["seconds"] < 10.0, "it waited for the operation, which takes a minute to end by itself"
     assert found["slices"][0] < 0.1, "the epoch is not looked at every 20 ms"
     by_socket = not shared or elements == LARGE
     assert (found["parked"], found["after"]) == (int(by_socket), 0)

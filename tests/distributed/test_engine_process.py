@@ -44,8 +44,8 @@ Checkpoint = Callable[[str, str], Path]
 PROMPT = [5, 6, 7]
 EVERY_TOKEN = b"\xff" * 64
 
-LEAVE_SECONDS = 0.5
-"""A wait ends within 20 ms; the rest is for a machine that is busy with other tests. The engine is killed after 2 s."""
+LEAVE_SECONDS = 3.0
+"""A wait ends within 20 ms; the rest is for a machine that is busy with other tests. One that nothing ends takes 5 s and more."""
 
 
 class Lone:
@@ -430,8 +430,9 @@ def test_twenty_epochs_leave_nothing_behind(checkpoint: Checkpoint, tmp_path: Pa
             fleet.frontend.requests.clear()
             seen.append([resources(engine.pid) for engine in fleet.engines])
         for rank in range(world):
-            before, after = seen[settled - 1][rank], seen[-1][rank]
-            assert no_more(after, before), f"descriptors and threads: {before[1:]}, then {after[1:]}"
+            before, after, pid = seen[settled - 1][rank], seen[-1][rank], fleet.engines[rank].pid
+            grown = f"descriptors and threads: {before[1:]}, then {after[1:]}"
+            wait_until(lambda pid=pid, before=before: no_more(resources(pid), before), grown)  # a thread may be about to end
             assert after[0] - before[0] < 8 << 20, "resident bytes"
 
 

@@ -106,7 +106,7 @@ def keep_a_graph(ctx: RankContext, *, epochs: int) -> list[list[float]]:
                 reduce_rows(memory, partial)  # compiles
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     out = reduce_rows(memory, partial)
             for number in range(3):
                 partial.fill_(100 * epoch + 10 * number + ctx.rank)

@@ -32,7 +32,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    flags = [f"--max-model-len={LIMIT}", "--num-blocks=256", "--max-num-seqs=8", "--drain-timeout=15"]
+    flags = [f"--max-model-len={LIMIT}", "--num-blocks=256", "--max-num-seqs=8", "--drain-timeout=18"]
     server = DemoServer(tmp_path_factory.mktemp("demo"), 2, *flags)
     yield server
     server.close()
@@ -194,7 +194,8 @@ def test_ready_follows_the_engine_without_any_request(server: DemoServer, http: 
     between = [body for body in told if body["status"] != "ready"]
     assert between
     assert all(body["epoch"] is None and body["reason"].startswith("recovering: ") for body in between)
-    assert metric(http, "ep_recoveries_total") == 1
+    # The head says that the epoch runs, the coordinator what it took: the two come on ways of their own.
+    poll(lambda: metric(http, "ep_recoveries_total") == 1, "the recovery is counted")
     assert metric(http, 'ep_last_recovery_seconds{phase="total"}') > 0
 
 

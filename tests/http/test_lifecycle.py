@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,10 @@ class Background(threading.Thread):
 
 def poll_ready(stack: Stack, status: int) -> httpx.Response:
     """/ready until it answers with this status; what is being waited for is an event in another process."""
-    for _ in range(5000):
-        answer = stack.http.get("/ready")
-        if answer.status_code == status:
-            return answer
-    raise AssertionError(f"/ready stayed at {answer.status_code}: {answer.text}")
+    deadline = time.monotonic() + 60
+    while (answer := stack.http.get("/ready")).status_code != status:
+        assert time.monotonic() < deadline, f"/ready stayed at {answer.status_code}: {answer.text}"
+    return answer
 
 
 def test_not_ready_then_ready_then_gone(make_stack: MakeStack) -> None:

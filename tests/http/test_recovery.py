@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -33,10 +34,9 @@ def tell(stack: Stack, message: ToFrontend) -> None:
 
 def wait_reason(stack: Stack, words: str) -> None:
     """Until /ready gives this reason; what is waited for is an event in another process."""
-    for _ in range(5000):
-        if words in (stack.http.get("/ready").json()["reason"] or ""):
-            return
-    raise AssertionError(f"/ready never said {words!r}: {stack.http.get('/ready').text}")
+    deadline = time.monotonic() + 60
+    while words not in ((answer := stack.http.get("/ready")).json()["reason"] or ""):
+        assert time.monotonic() < deadline, f"/ready never said {words!r}: {answer.text}"
 
 
 @pytest.mark.parametrize("stream", [False, True])

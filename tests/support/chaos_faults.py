@@ -12,6 +12,8 @@ from tests.support.chaos_server import ChaosServer
 
 UNREADY_SECONDS = 0.5
 """How long /ready may say 200 after an engine has died."""
+LOOKS_SECONDS = 0.5
+"""Beyond a deadline: where the ranks are is told four times a second, and judged as often."""
 FAILURE_SECONDS = 3.0
 """And after a rank has failed that goes on living: the others get a second to fail alike."""
 
@@ -78,7 +80,7 @@ def inject(server: ChaosServer, fault: Fault, *, command_timeout: float, marker:
         case "kill":
             return server.kill(*fault.ranks) + UNREADY_SECONDS
         case "stop":
-            return server.stop(rank) + command_timeout + UNREADY_SECONDS
+            return server.stop(rank) + command_timeout + LOOKS_SECONDS + UNREADY_SECONDS
         case "pause":
             server.stop(rank)
             time.sleep(command_timeout / 4)
@@ -87,7 +89,7 @@ def inject(server: ChaosServer, fault: Fault, *, command_timeout: float, marker:
             at = server.stop_supervisor(rank)
             server.wait("the end of its epoch", lambda: not server.is_ready())
             server.ranks[rank].send_signal(signal.SIGCONT)
-            return at + command_timeout + UNREADY_SECONDS
+            return at + command_timeout + LOOKS_SECONDS + UNREADY_SECONDS
         case "kill in load":
             server.arm("load", rank)
             with server.expect("load", rank):

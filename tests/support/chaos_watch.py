@@ -68,6 +68,10 @@ class Watch:
         """Looks from `since` on that found the server ready in an epoch that was over by then."""
         return [look for look in self.looks if look.at >= since and look.epoch == epoch and look.ready == 200]
 
+    def stalled(self, begin: float, end: float) -> float:
+        """Seconds beyond its interval in which this thread did not come to look: the host had no time for what was due."""
+        return max(0.0, self.gap(begin, end) - SAMPLE_SECONDS)
+
     def unready(self, begin: float, end: float) -> list[Look]:
         """Looks in this time that did not find the server ready."""
         return [look for look in self.looks if begin <= look.at <= end and look.ready != 200]

@@ -64,10 +64,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(nccl.torch, "zeros", lambda *size, device: None)
     monkeypatch.setattr(nccl.torch, "empty", lambda *size, device: None)
-    monkeypatch.setattr(nccl, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(nccl, "LEAVE_SECONDS", 30.0)
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "not ours")
     return gpu
+
+
+@pytest.fixture
+def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever does not leave is found to be stuck soon."""
+    monkeypatch.setattr(nccl, "LEAVE_SECONDS", 0.1)
 
 
 def _new(gpu: FakeGpu) -> Any:
@@ -89,6 +95,7 @@ def test_a_group_is_connected_when_it_is_made_and_aborted_when_it_is_left(gpu: F
     assert gpu.events.count("aborted") == 1
 
 
+@pytest.mark.usefixtures("hurried")
 def test_a_device_that_is_not_done_is_said_to_be_stuck(gpu: FakeGpu) -> None:
     group = join()
     gpu.busy.set()
@@ -98,6 +105,7 @@ def test_a_device_that_is_not_done_is_said_to_be_stuck(gpu: FakeGpu) -> None:
     assert not issubclass(DeviceStuckError, EpLinkLost)
 
 
+@pytest.mark.usefixtures("hurried")
 def test_an_abort_that_hangs_is_said_to(gpu: FakeGpu) -> None:
     group = join()
     gpu.abort_hangs = True
@@ -117,6 +125,7 @@ def test_joining_that_waits_for_a_dead_peer_is_aborted(gpu: FakeGpu) -> None:
     assert "aborted" in gpu.events
 
 
+@pytest.mark.usefixtures("hurried")
 def test_joining_that_no_abort_ends_leaves_a_process_of_no_use(gpu: FakeGpu) -> None:
     gpu.blocked.set()
     gpu.ignores_abort = True

@@ -72,7 +72,7 @@ def sequence(arrival: int, priority: int = 0) -> Sequence:
     )
 
 
-def test_the_queue_against_a_sorted_list():
+def test_the_queues_lanes_against_sorted_lists():
     random = Random(1)
     queue, model = WaitingQueue(), []
     for arrival in range(3000):
@@ -81,10 +81,13 @@ def test_the_queue_against_a_sorted_list():
             queue.remove(seq)
         else:
             seq = sequence(arrival, random.randrange(3))
+            seq.failures = random.choice([0, 0, 1, 2, 5])
             queue.push(seq)
             model.append(seq)
             model.sort(key=lambda seq: seq.key)
-        assert queue.peek() is (model[0] if model else None)
+        for alone in (False, True):
+            lane = [seq for seq in model if (seq.failures >= 2) == alone]
+            assert queue.peek(alone=alone) is (lane[0] if lane else None)
         assert len(queue) == len(model)
         if arrival % 100 == 0:
             queue.check_integrity()
@@ -121,7 +124,7 @@ def damage_live(driver: Driver) -> None:
 
 
 def damage_queue(driver: Driver) -> None:
-    driver.scheduler._life.queue._heap.clear()
+    driver.scheduler._life.queue._lanes[False].clear()
 
 
 @pytest.mark.parametrize(

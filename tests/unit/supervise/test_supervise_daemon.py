@@ -291,6 +291,19 @@ def test_another_configuration_replaces_the_engine(start):
     assert_gone([engine])
 
 
+def test_another_configuration_replaces_an_engine_that_still_leaves_and_lets_the_next_one_live(start):
+    head = start(FAKE_ENGINE_1="leaving hangs@1")
+    head.load()
+    head.begin()
+    engine = head.engine()
+    head.drop()
+    head.accept()
+    head.welcome(block_size=32)
+    head.receive(Loaded)
+    assert_gone([engine])
+    head.begin()
+
+
 def test_an_engine_that_does_not_leave_after_the_head_is_lost_is_replaced(start):
     head = start(FAKE_ENGINE_1="leaving hangs@1")
     head.load()

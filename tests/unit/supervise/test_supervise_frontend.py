@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from ep_runtime.config import RuntimeConfig
+from ep_runtime.frontend.main import EXIT_CONFIG
 from ep_runtime.settings import ConfigRefused
 from ep_runtime.supervise import frontend as module
 from ep_runtime.supervise.events import FrontendEnded
@@ -111,6 +112,7 @@ def stand(tmp_path_factory, capfd, monkeypatch):
 
 
 def test_how_it_ended_and_whether_it_had_come_up(stand):
+    assert EXIT_CONFIG == module.REFUSED_STATUS
     stand.start("7")
     assert stand.until_ended(1) == FrontendEnded("exit status 7")
     stand.start("2")

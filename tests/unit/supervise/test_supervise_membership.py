@@ -192,6 +192,16 @@ def test_being_killed_for_not_leaving_is_no_failed_start_and_no_cause():
     assert server.hear(1, Loaded(rank=1)) == [Send(0, OpenEpoch(epoch=2, world=2))]
 
 
+def test_an_engine_that_was_gone_before_it_was_to_be_killed_is_the_cause():
+    server = Server(2).run()
+    server.hear(0, lost(0))
+    server.leave(1, 0)
+    server.tick(2)
+    assert [type(message) for _, message in server.sent()] == [KillEngine]
+    server.hear(1, killed(1))  # its supervisor had no time to say so
+    assert server.told() == [EpochEnded(epoch=1, reason=f"rank 1: {KILLED}", final=False)]
+
+
 def test_a_kill_while_a_recovery_is_under_way_is_part_of_it():
     server = Server(3).run()
     server.hear(1, killed(1))

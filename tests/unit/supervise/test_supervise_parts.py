@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -219,7 +220,8 @@ def test_a_head_that_does_not_answer_is_waited_for_no_longer_than_allowed(tmp_pa
         )
         link.start()
         loop.run()
-    assert causes == ["no head for 0 s: no answer to JOIN"]
+    (cause,) = causes
+    assert re.fullmatch(r"no head for \d+ s: no answer to JOIN", cause)
 
 
 def test_a_silent_host_is_noticed_by_the_kernel():

@@ -6,7 +6,7 @@ leaving (told EndEpoch), stopping (told to stop). Acts:
 
     dies     by SIGKILL              crashes  by SIGSEGV            exits  with status 0
     fails    with a report           reports  and lives on          hangs  for ever
-    is deaf  hangs, SIGTERM ignored
+    is deaf  hangs, SIGTERM ignored from the start on
 """
 
 import argparse
@@ -56,6 +56,8 @@ class Engine:
         assert isinstance(welcome, Welcome)
         self.rank = welcome.rank
         self.orders = read_orders(self.rank, count_start(self.rank))
+        if "is deaf" in self.orders.values():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # before SIGTERM can come
         self.page.enter(Phase.LOADING)
         say(f"fake engine {self.rank} pid {os.getpid()} device {self.flags.device_index}")
         self.moment("load")
@@ -116,10 +118,7 @@ class Engine:
                 self.control.send(Report(rank=self.rank, epoch=self.epoch, error="RuntimeError", message="the device is on fire"))
                 if act == "fails":
                     raise SystemExit(1)
-            case "hangs":
-                time.sleep(600)
-            case "is deaf":
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            case "hangs" | "is deaf":
                 time.sleep(600)
             case _:
                 raise AssertionError(act)

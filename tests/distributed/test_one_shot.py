@@ -1,0 +1,53 @@
+"""Sums through peer memory by several processes, in Triton's interpreter: the same bits on all ranks, in rank order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.comm_cases import part
+from tests.support.ranks import RankPool
+
+CASES = "tests.distributed.one_shot_cases:"
+SHAPES = [[1, 48], [5, 48], [3, 48], [0, 48], [9, 48], [2, 48]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is chosen where there is no GPU")
+@pytest.mark.parametrize(
+    ("world", "dtype", "programs", "line", "reader"),
+    [
+        (2, "float32", 256, 32, "warps"),
+        (2, "float16", 4, 2, "thread"),
+        (3, "float32", 2, 3, "atomic"),
+        (1, "float16", 4, 32, "warps"),
+    ],
+)
+def test_every_rank_gets_the_sum_in_rank_order(
+    ranks: RankPool, world: int, dtype: str, programs: int, line: int, reader: str
+) -> None:
+    found = ranks.run(
+        world, CASES + "sum_rows", dtype=dtype, shapes=SHAPES, programs=programs, line=line, reader=reader, deadline=120.0
+    )
+    of = getattr(torch, dtype)
+    for call, shape in enumerate(SHAPES):
+        parts = [part(rank, call, tuple(shape), of) for rank in range(world)]
+        total = np.zeros(shape, np.float32)
+        for one in parts:
+            total += one.float().numpy()
+        rounded = torch.from_numpy(total).to(of)
+        x = (rounded.float() + part(0, call + 100, tuple(shape), torch.float32).to(of).float()).to(of).double().numpy()
+        normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * np.linspace(0.5, 1.5, shape[1])
+        for rank in range(world):
+            got = found[rank][call]
+            assert np.array_equal(got["total"], rounded.float().numpy())
+            assert np.array_equal(got["x"], x)
+            np.testing.assert_allclose(got["normed"], normed, rtol=1e-5 if dtype == "float32" else 2e-3, atol=1e-3)
+        shards = np.concatenate([one.float().numpy() for one in parts], 1)
+        assert np.array_equal(found[0][call]["gathered"], shards)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is chosen where there is no GPU")
+@pytest.mark.parametrize("reader", ["warps", "thread", "atomic"])
+def test_the_host_ends_a_wait_for_a_peer_that_does_not_come(ranks: RankPool, reader: str) -> None:
+    assert ranks.run(2, CASES + "wait_alone", reader=reader, deadline=60.0) == [True, True]
