@@ -311,7 +311,8 @@ def _meet(place: Place, config: RuntimeConfig) -> tuple[Listener | None, EpochPl
     """Find the other ranks through torchrun's own store: rank 0 opens links and a store and publishes their addresses there."""
     if place.world == 1:
         return None, EpochPlace(epoch=0, world=1, store="", links="", token=""), None
-    meeting = connect_store(f"{place.master_addr}:{place.master_port}", place.world, config.rendezvous_timeout)
+    patience = config.rendezvous_timeout
+    meeting = connect_store(f"{place.master_addr}:{place.master_port}", place.world, patience, patience)
     key = f"ep_runtime/{place.attempt}"
     local = place.world == place.local_world
     host = "127.0.0.1" if local else socket.gethostbyname(socket.gethostname())

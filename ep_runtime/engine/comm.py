@@ -7,6 +7,7 @@ dropping the object. Every call is counted, so that ranks can compare how many c
 from __future__ import annotations
 
 import datetime
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ep_runtime.engine.peers import Peers
     from kernels.one_shot_triton import PeerMemory
 
+log = logging.getLogger(__name__)
+
 # torch's type stubs leave out stores and process groups.
 _torch: Any = distributed
 
@@ -34,8 +37,11 @@ WAIT_SLICE = datetime.timedelta(milliseconds=20)
 CONNECT_SECONDS = 10.0
 """For ranks that are all about to connect over Gloo. A wait for one that dies just then cannot be cut short: this ends it."""
 
-STORE_SECONDS = 5.0
-"""To connect to a store that is there: torch tries for up to twice that, also where `check` has ended the wait for it."""
+STORE_TRIES_S = (0.5, 1.0, 2.0, 4.0)
+"""Time limits of the tries to connect to a store. Now and then one gets no answer from a store that is there, and the next does.
+
+torch takes up to twice a limit, also where `check` has ended the wait for it.
+"""
 
 PARKED_POLL_S = 0.05
 SETTLE_POLL_S = 100e-6
@@ -221,15 +227,34 @@ def _outlive(group: Any, pending: Any) -> None:
 
 def open_store(host: str, world: int) -> tuple[Any, str]:
     """A fresh rendezvous store served by this process on a free port of `host`, and its address `host:port`."""
-    store = _torch.TCPStore(host, 0, world, is_master=True, wait_for_workers=False)
+    store = _tried(lambda limit: _torch.TCPStore(host, 0, world, is_master=True, wait_for_workers=False, timeout=limit))
     return store, f"{host}:{store.port}"
 
 
-def connect_store(address: str, world: int, timeout_s: float) -> Any:
-    """The store that the head opened for this epoch. It blocks where `endable` alone can end it."""
+def connect_store(address: str, world: int, timeout_s: float, patience_s: float = STORE_TRIES_S[-1]) -> Any:
+    """The store at `address`. `timeout_s` is for what is asked of it, `patience_s` for the last try to connect.
+
+    It blocks where `endable` alone can end it. Raises:
+        RuntimeError: no try was answered.
+    """
     host, port = address.rsplit(":", 1)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    return _torch.TCPStore(host, int(port), world, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    def connect(limit: datetime.timedelta) -> Any:
+        return _torch.TCPStore(host, int(port), world, is_master=False, wait_for_workers=False, timeout=limit)
+
+    store = _tried(connect, patience_s)
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    return store
+
+
+def _tried(connect: Callable[[datetime.timedelta], Any], patience_s: float = STORE_TRIES_S[-1]) -> Any:
+    """What `connect` returns within one of the limits of STORE_TRIES_S, the last of which is `patience_s`; what the last raises."""
+    for seconds in STORE_TRIES_S[:-1]:
+        try:
+            return connect(datetime.timedelta(seconds=seconds))
+        except RuntimeError as error:
+            log.info("no answer of a rendezvous store within %g s, once more: %s", seconds, str(error).partition("\n")[0])
+    return connect(datetime.timedelta(seconds=patience_s))
 
 
 def form_group(
@@ -255,9 +280,7 @@ def form_group(
     """
 
     def store() -> Any:
-        connected = connect_store(address, world, STORE_SECONDS)
-        connected.set_timeout(datetime.timedelta(seconds=timeout_s))
-        return _torch.PrefixStore(f"epoch-{epoch}", connected)
+        return _torch.PrefixStore(f"epoch-{epoch}", connect_store(address, world, timeout_s))
 
     try:
         if device.type == "cuda":

@@ -37,6 +37,14 @@ def job_folder(job: str, environ: dict[str, str]) -> Path:
     raise FolderError("neither XDG_RUNTIME_DIR nor the temporary folder has a path short enough for sockets")
 
 
+def lone_folder() -> Path:
+    """A new folder for a server without a launcher, or a worker daemon, where a path is short enough for sockets."""
+    for base in (tempfile.gettempdir(), "/tmp"):
+        if os.path.isdir(base) and len(os.fsencode(base)) + len("/ep_runtime-12345678") <= LONGEST:
+            return Path(tempfile.mkdtemp(prefix="ep_runtime-", dir=base))
+    raise FolderError(f"the temporary folder {tempfile.gettempdir()} has a path too long for sockets")
+
+
 def check_private(path: Path) -> None:
     """Raise `FolderError` unless `path` is a folder of this user that nobody else may enter."""
     status = path.lstat()
@@ -77,7 +85,7 @@ class RuntimeFolder:
 
     def __init__(self, path: Path | None) -> None:
         if path is None:
-            path = Path(tempfile.mkdtemp(prefix="ep_runtime-"))
+            path = lone_folder()
         path.mkdir(mode=0o700, exist_ok=True)
         check_private(path)
         self.path = path

@@ -51,4 +51,7 @@ def test_a_collective_that_a_peer_does_not_come_to_is_left_and_leaves_no_thread(
     assert found["seconds"] < 10.0, "it waited for the operation, which takes a minute to end by itself"
     assert found["slices"][0] < 0.1, "the epoch is not looked at every 20 ms"
     by_socket = not shared or elements == LARGE
-    assert (found["parked"], found["after"]) == (int(by_socket), 0)
+    # Gloo may have seen the death first: then the operation has ended, and nothing is left to park.
+    allowed = {int(by_socket)} if peer == "leaves" else {0, int(by_socket)}
+    assert found["parked"] in allowed
+    assert found["after"] == 0

@@ -61,6 +61,8 @@ class RankProcess:
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
+            # What a rank prints is in its log before its answer comes.
+            "PYTHONUNBUFFERED": "1",
             # Gloo otherwise looks up the host's name, which need not resolve to an address of this machine.
             "GLOO_SOCKET_IFNAME": "lo",
         }

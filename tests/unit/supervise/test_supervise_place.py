@@ -2,6 +2,7 @@
 
 import os
 import stat
+import tempfile
 
 import pytest
 
@@ -100,6 +101,15 @@ def test_the_job_folder_is_the_same_for_all_ranks_of_a_job_alone(tmp_path):
     assert job_folder("a-1", variables) == job_folder("a-1", variables)
     assert job_folder("a-1", variables) != job_folder("a-2", variables)
     assert len(os.fsencode(job_folder("a-1", {"XDG_RUNTIME_DIR": "/x" * 200}))) <= 80
+
+
+def test_a_lone_folder_has_a_path_short_enough_for_sockets(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with RuntimeFolder(None) as folder:
+        assert len(os.fsencode(folder.path)) <= 80
+    assert not folder.path.exists()
 
 
 def test_a_join_is_refused_for_its_token_or_version_without_repeating_the_secret():

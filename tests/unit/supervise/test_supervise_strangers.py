@@ -42,8 +42,8 @@ class Head:
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Iterator[Head]:
-    made = Head(tmp_path)
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    made = Head(tmp_path_factory.mktemp("s"))
     yield made
     made.processes.close()
 
