@@ -5,7 +5,7 @@ N-th process alone; they are counted by files in FAKE_STARTS. Moments: load, ope
 leaving (told EndEpoch), stopping (told to stop). Acts:
 
     dies     by SIGKILL              crashes  by SIGSEGV            exits  with status 0
-    fails    with a report           reports  in epoch 1 alone     hangs  for ever
+    fails    with a report           reports  once, and lives on   hangs  for ever
     is deaf  hangs, SIGTERM ignored from the start on
 """
 
@@ -37,6 +37,7 @@ from protocol.progress import Phase, ProgressPage
 
 class Engine:
     def __init__(self) -> None:
+        self.reported = False
         parser = argparse.ArgumentParser()
         parser.add_argument("--control-fd", type=int)
         parser.add_argument("--progress-fd", type=int)
@@ -114,9 +115,10 @@ class Engine:
                 os.kill(os.getpid(), signal.SIGSEGV)
             case "exits":
                 raise SystemExit(0)
-            case "reports" if self.epoch > 1:
+            case "reports" if self.reported:
                 pass  # it lives on: reporting in every epoch, it would do so while the server stops, too
             case "fails" | "reports":
+                self.reported = True
                 self.control.send(Report(rank=self.rank, epoch=self.epoch, error="RuntimeError", message="the device is on fire"))
                 if act == "fails":
                     raise SystemExit(1)
