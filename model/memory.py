@@ -167,7 +167,8 @@ def plan_memory(spec: ModelSpec, needs: Needs, memory: DeviceMemory, utilization
 def _working_lines(spec: ModelSpec, needs: Needs, max_slots: int, kind: str) -> list[tuple[str, int]]:
     """What steps work with: scratch, and where they exist the sampler, the block tables and the graphs."""
     size = largest_step(spec, needs, max_slots, kind)
-    lines = [(f"scratch, {size.rows} tokens and {size.logit_rows} rows of logits a step", step_bytes(needs.config, size))]
+    scratch = scratch_bytes(spec, needs, max_slots, kind)
+    lines = [(f"scratch, {size.rows} tokens and {size.logit_rows} rows of logits a step", scratch)]
     if needs.head:
         lines.append((f"sampler, {max_slots} slots of {5 * spec.vocab_size:,} B", sampler_bytes(spec.vocab_size, max_slots)))
     if needs.graphs:

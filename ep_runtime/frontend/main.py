@@ -19,8 +19,9 @@ from ep_runtime.frontend.context import Frontend
 from ep_runtime.frontend.engine_client import EngineClient
 from ep_runtime.frontend.journal import Journal
 from ep_runtime.frontend.link import ZmqLink
+from ep_runtime.frontend.listening import listen_http
 from ep_runtime.frontend.metrics import Metrics
-from ep_runtime.frontend.server import adopt, listen, serve
+from ep_runtime.frontend.server import adopt, serve
 from ep_runtime.frontend.text.errors import TextError
 from ep_runtime.frontend.text_stack import TextStack
 
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         allow_many_files()
         text = TextStack.load(config)
-        sock = listen(config.host, config.port) if config.listen_fd is None else adopt(config.listen_fd)
+        sock = listen_http(config.host, config.port) if config.listen_fd is None else adopt(config.listen_fd)
     except (ValidationError, TextError, ValueError, OSError) as error:
         sys.stderr.write(f"frontend: {error}\n")
         return EXIT_CONFIG

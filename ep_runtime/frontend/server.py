@@ -16,10 +16,10 @@ from fastapi import FastAPI
 
 from ep_runtime.frontend.connection import connection_class
 from ep_runtime.frontend.context import Frontend
+from ep_runtime.frontend.listening import BACKLOG
 from ep_runtime.frontend.metrics import EngineCollector
 
 log = logging.getLogger(__name__)
-BACKLOG = 2048
 CLOSE_SECONDS = 5
 """Time for answers that are written to reach their clients, once no sequence is left."""
 
@@ -31,23 +31,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Take no signals."""
         yield
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, IPv4 or IPv6 by the address; connections wait until the server takes them.
-
-    Raises OSError that names the address.
-    """
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    sock = socket.socket(family, kind, proto)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return sock
 
 
 def adopt(descriptor: int) -> socket.socket:

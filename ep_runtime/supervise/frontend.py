@@ -21,7 +21,6 @@ from ep_runtime.supervise.process import Child
 from protocol.codec import encode
 from protocol.messages import EpochEnded, Recovered
 
-BACKLOG = 2048
 """Connections that wait while there is no frontend, or a busy one."""
 QUEUE_MESSAGES = 1000
 """Messages that wait for a frontend that does not read; a recovery sends three."""
@@ -56,23 +55,6 @@ def frontend_config(config: RuntimeConfig, model: Path, runtime_dir: Path, liste
         drain_seconds=max(config.drain_timeout, 0.1),
         ready_bound_seconds=config.command_timeout,
     )
-
-
-def listen_http(host: str, port: int) -> socket.socket:
-    """The server's HTTP socket, open from its start to its end: clients wait in its backlog while a frontend is started.
-
-    Raises OSError, also for a name that does not resolve.
-    """
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    sock = socket.socket(family, kind, proto)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 class Frontend:

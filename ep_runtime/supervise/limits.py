@@ -9,7 +9,7 @@ from ep_runtime.supervise.backoff import start_pause
 
 LEAVE_SECONDS = 2.0
 """What an engine gets to leave an epoch before it is killed."""
-KILL_SECONDS = 5.0
+DROP_SECONDS = 5.0
 """What a supervisor gets to kill its engine before it is given up."""
 STOP_GRACE_SECONDS = 3.0
 """What engines get to leave after SHUTDOWN before SIGTERM; their supervisors have a tier after it."""

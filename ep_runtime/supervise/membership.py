@@ -34,7 +34,7 @@ from ep_runtime.supervise.events import (
 )
 from ep_runtime.supervise.evidence import DEADLINE, ENGINE_EXITED, START_REFUSALS, SUPERVISOR_GONE, Evidence, from_report
 from ep_runtime.supervise.frontend_life import FrontendLife
-from ep_runtime.supervise.limits import KILL_SECONDS, LEAVE_SECONDS, STOP_GRACE_SECONDS, Recoveries, Starts
+from ep_runtime.supervise.limits import DROP_SECONDS, LEAVE_SECONDS, STOP_GRACE_SECONDS, Recoveries, Starts
 from ep_runtime.supervise.ranks import Rank, State, admit, in_state, named, overdue, too_late
 from ep_runtime.supervise.recovery import Stopwatch, in_words
 from protocol.messages import (
@@ -324,8 +324,8 @@ class Membership:
             if not rank.killed:
                 text = f"it has not left epoch {self.epoch.number} after {LEAVE_SECONDS:g} s"
                 actions += [Announce(f"rank {number}: {text}: its engine is killed", failure=True), *self._kill(rank, text)]
-            elif self._now - rank.since >= KILL_SECONDS:
-                actions.append(Drop(number, f"its engine was to be killed {KILL_SECONDS:g} s ago"))
+            elif self._now - rank.since >= DROP_SECONDS:
+                actions.append(Drop(number, f"its engine was to be killed {DROP_SECONDS:g} s ago"))
         return actions or self._advance()
 
     def _check_progress(self) -> list[Action]:

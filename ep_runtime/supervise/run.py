@@ -15,11 +15,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ep_runtime.config import DEMO, RuntimeConfig, localise, resolve
+from ep_runtime.frontend.listening import listen_http
 from ep_runtime.settings import ConfigRefused, read_config, read_token
 from ep_runtime.supervise.coordinator import Coordinator, package_version
 from ep_runtime.supervise.engine_process import Post
 from ep_runtime.supervise.folder import FolderError, RuntimeFolder, check_private, job_folder
-from ep_runtime.supervise.frontend import Frontend, frontend_config, listen_http
+from ep_runtime.supervise.frontend import Frontend, frontend_config
 from ep_runtime.supervise.loop import Loop
 from ep_runtime.supervise.place import Place, PlaceError, own_cores, read_facts, read_place
 from ep_runtime.supervise.source import ModelNotFound, model_folder

@@ -13,6 +13,7 @@ from ep_runtime.supervise.engine_keeper import EngineKeeper, Job
 from ep_runtime.supervise.engine_process import Death, EngineState, Post
 from ep_runtime.supervise.folder import clear_epochs
 from ep_runtime.supervise.head_link import HeadLink
+from ep_runtime.supervise.limits import LEAVE_SECONDS
 from ep_runtime.supervise.lookup import Lookup
 from ep_runtime.supervise.loop import Loop, Timer
 from ep_runtime.supervise.place import own_cores
@@ -37,8 +38,6 @@ log = logging.getLogger(__name__)
 PROGRESS_SECONDS = 0.25
 ASKED_SECONDS = 25.0
 """What the head gets to drain and to order the end, when it was asked for it: torchrun kills 30 s after its signal."""
-LEAVE_SECONDS = 2.0
-"""What an engine gets to leave its epoch after its supervisor has lost the head; otherwise this is the coordinator's affair."""
 
 
 class Supervisor:
@@ -114,9 +113,15 @@ class Supervisor:
                 self._keeper.tell(message)
                 self._tick()
             case KillEngine(reason):
-                self._keeper.kill(reason)
+                self._kill(reason)
             case Stop():
                 self._stop(message)
+
+    def _kill(self, reason: str) -> None:
+        """The coordinator's order. An engine that still loads is not the one that it means: that one has died meanwhile."""
+        engine = self._keeper.engine
+        if engine is not None and engine.state is not EngineState.STARTING:
+            self._keeper.kill(reason)
 
     def _welcome(self, welcome: Welcome) -> None:
         self._rank = welcome.rank

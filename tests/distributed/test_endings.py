@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.text_model import write_text_model
 
 WAIT_SECONDS = 90.0
@@ -74,9 +74,7 @@ def test_a_model_that_cannot_be_served_is_named_on_the_last_line(checkpoint: Che
     model = tmp_path / "checkpoint"
     write_text_model(model)
     shutil.copytree(checkpoint("mixtral", "plain"), model, dirs_exist_ok=True)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        arguments = [f"--port={sock.getsockname()[1]}"]
+    arguments = [f"--port={free_port()}"]
     said = {
         "missing tensor": "CheckpointError: 1 tensors are missing: lm_head.weight",
         "no memory": "MemoryPlanError",

@@ -14,6 +14,7 @@ import pytest
 
 from ep_runtime.demo.client import QUESTION, ask
 from tests.support.demo_server import END_SECONDS, DemoServer
+from tests.support.supervised import assert_gone
 
 
 @pytest.fixture
@@ -22,11 +23,6 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DemoServe
     server = DemoServer(tmp_path, 2, "--max-model-len=512", "--num-blocks=128", "--drain-timeout=5", *flags)
     yield server
     server.close()
-
-
-def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
-    assert alive == []
 
 
 def everything(server: DemoServer) -> list[psutil.Process]:

@@ -19,6 +19,7 @@ from protocol.codec import encode, pack_blob
 from protocol.messages import MESSAGES_VERSION, Join, ToCoordinator
 from tests.fuzz.decoders import message_bytes
 from tests.fuzz.values import mutate_bytes, mutate_tree, packed, valid
+from tests.support.ports import free_port
 from tests.support.supervised import WAIT_SECONDS, Processes, assert_gone, fake_environment, model_in
 
 TOKEN = "0123456789abcdef"
@@ -73,13 +74,6 @@ def load_up(address: tuple[str, int], stay: ExitStack) -> None:
         with suppress(OSError):
             sock.sendall(struct.pack("<II", 1 << 26, 0))
             sock.sendall(bytes(HEAVY_BYTES))
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def case(rng: random.Random) -> None:

@@ -21,6 +21,7 @@ import httpx
 import psutil
 
 from ep_runtime.supervise.folder import job_folder
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 120.0
@@ -263,11 +264,3 @@ def family(pid: int) -> list[psutil.Process]:
         return []
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from ep_runtime.demo.run import wait_ready
+from tests.support.ports import free_port
 
 END_SECONDS = 60.0
 
@@ -20,9 +20,7 @@ class DemoServer:
     """torchrun and everything below it; ready when the constructor returns. `flags` are the server's."""
 
     def __init__(self, folder: Path, ranks: int, *flags: str) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = folder / "log"
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "ep_runtime.serve"]

@@ -171,6 +171,18 @@ def test_orders_for_an_engine_that_is_gone_do_not_reach_the_next_one(start):
     assert head.output.read_rest().count("leaves epoch") == 1
 
 
+def test_the_order_to_kill_an_engine_that_died_meanwhile_spares_the_next_one(start):
+    head = start(FAKE_ENGINE_1="running dies@1,load hangs@2")
+    head.load(standby=False)
+    head.begin()
+    assert head.receive(Report).ended
+    head.output.until("hangs in load")
+    head.send(KillEngine(reason="meant for the first"))
+    head.send(Stop(reason="over", grace=0.0))
+    assert head.end() == 0
+    assert "meant for the first" not in head.output.read_rest()
+
+
 def test_starts_that_fail_in_a_row_come_ever_later_and_a_ready_makes_the_next_one_come_at_once(start):
     head = start(FAKE_ENGINE_1="load dies@1,load exits@2,load fails@3")
     head.accept()

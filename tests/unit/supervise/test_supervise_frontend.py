@@ -8,11 +8,12 @@ import socket
 import pytest
 
 from ep_runtime.config import RuntimeConfig
+from ep_runtime.frontend.listening import listen_http
 from ep_runtime.frontend.main import EXIT_CONFIG
 from ep_runtime.settings import ConfigRefused
 from ep_runtime.supervise import frontend as module
 from ep_runtime.supervise.events import FrontendEnded
-from ep_runtime.supervise.frontend import Frontend, frontend_config, listen_http
+from ep_runtime.supervise.frontend import Frontend, frontend_config
 from ep_runtime.supervise.loop import Loop
 from ep_runtime.supervise.run import open_http
 from protocol.messages import EpochEnded, Recovered

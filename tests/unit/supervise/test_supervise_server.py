@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.supervised import WAIT_SECONDS, Processes, assert_gone, fake_environment, model_in
 
 RUNNING = r"epoch (\d+) runs on"
@@ -385,12 +386,6 @@ def copy(source: socket.socket, target: socket.socket) -> None:
             target.shutdown(socket.SHUT_RDWR)
         except OSError:
             return
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def head_of_two(serve: Callable[..., Server], *flags: str) -> tuple[Server, int]:

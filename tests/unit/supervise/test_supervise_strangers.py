@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.supervised import WAIT_SECONDS, Processes, fake_environment, model_in
 
 TOKEN = "0123456789abcdef"
@@ -21,9 +22,7 @@ class Head:
     """A head that waits for its second rank, which is to come over TCP."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.address = sock.getsockname()
+        self.address = ("127.0.0.1", free_port())
         self.processes = Processes()
         self.environment = fake_environment(folder, {"EP_RUNTIME_TOKEN": TOKEN})
         flags = [f"--coordinator-host={self.address[0]}", f"--coordinator-port={self.address[1]}", "--world-size=2"]
