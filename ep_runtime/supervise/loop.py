@@ -39,16 +39,16 @@ class Loop:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
         self._woken: deque[Callback] = deque()
-        self._old_handlers: dict[signal.Signals, object] = {}
+        self._handled: list[signal.Signals] = []
         self.watch(self._wake_read.fileno(), self._run_woken)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        if self._old_handlers:
+        for number in self._handled:
+            signal.signal(number, signal.SIG_IGN)
+        if self._handled:
             signal.set_wakeup_fd(-1)
         self._selector.close()
         self._wake_read.close()
@@ -69,14 +69,19 @@ class Loop:
         return timer
 
     def on_signals(self, numbers: list[signal.Signals], callback: Callable[[signal.Signals], None]) -> None:
-        """Call `callback` from the loop, not from the handler, for each of these signals."""
+        """Call `callback` from the loop, not from the handler, for each of these signals.
+
+        After the loop they are ignored: a process whose loop is over is ending in order, and one more request to end must not change
+        its exit status.
+        """
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
 
         def note(number: int, _: FrameType | None) -> None:
             self._woken.append(lambda: callback(signal.Signals(number)))
 
         for number in numbers:
-            self._old_handlers[number] = signal.signal(number, note)
+            signal.signal(number, note)
+            self._handled.append(number)
 
     def call_from_thread(self, callback: Callback) -> None:
         """Call `callback` once from the loop; any thread may ask for it, also when the loop is over: then nothing happens."""

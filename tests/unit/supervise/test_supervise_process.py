@@ -147,7 +147,7 @@ def test_the_loop_runs_timers_in_order_and_delivers_signals():
         loop.later(0.005, lambda: seen.append("never")).cancel()
         loop.run()
     assert seen == ["first", "second", signal.SIGUSR1]
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert signal.signal(signal.SIGUSR1, signal.SIG_DFL) is signal.SIG_IGN, "a process whose loop is over ends in order"
 
 
 def test_the_loop_does_not_call_for_a_descriptor_that_was_forgotten_in_the_same_round():
