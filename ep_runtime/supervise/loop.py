@@ -71,8 +71,8 @@ class Loop:
     def on_signals(self, numbers: list[signal.Signals], callback: Callable[[signal.Signals], None]) -> None:
         """Call `callback` from the loop, not from the handler, for each of these signals.
 
-        After the loop they are ignored: a process whose loop is over is ending in order, and one more request to end must not change
-        its exit status.
+        After the loop they are ignored: a process whose loop is over is ending in order, and one more request to end must not
+        change its exit status.
         """
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
 
