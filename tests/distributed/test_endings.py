@@ -46,9 +46,16 @@ def run(folder: Path, *command: str) -> tuple[int, str]:
         output, _ = child.communicate(timeout=WAIT_SECONDS)
     finally:
         child.kill()
-    left = [p.cmdline() for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE and str(folder) in p.cmdline()]
-    assert left == []
+    assert [line for process in psutil.process_iter() if str(folder) in " ".join(line := command_line(process))] == []
     return child.returncode, output
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Empty for a process that is over; any may end while it is looked at."""
+    try:
+        return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def torchrun(folder: Path, model: Path, mode: str) -> tuple[int, str]:

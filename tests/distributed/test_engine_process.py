@@ -38,6 +38,7 @@ from protocol.messages import (
     Submit,
 )
 from protocol.progress import Phase
+from tests.support import chaos_engine
 from tests.support.engine_fleet import ENGINE, WAIT_SECONDS, EngineProcess, Fleet, Frontend, Request, settings_of
 
 Checkpoint = Callable[[str, str], Path]
@@ -245,7 +246,7 @@ def test_an_error_of_the_device_ends_the_process(start: Starter) -> None:
     lone = start(module="tests.support.faulty_engine")
     engine = lone.load()
     epoch = lone.begin()
-    (lone.runtime_dir / "device-0").write_text("{}")
+    chaos_engine.arm(lone.runtime_dir, "device", 0, {})
     lone.submit(1)
     report = engine.report()
     assert (report.error, report.epoch, report.fatal) == ("DeviceLostError", epoch, False)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.messages import Report
+from tests.support import chaos_engine
 from tests.support.checkpoints import prompt
 from tests.support.engine_fleet import Fleet, Request, settings_of
 from tests.support.greedy import Judged, judge_greedy
@@ -50,10 +51,10 @@ def calm(fleet: Fleet, folder: Path) -> list[list[int]]:
     return tokens
 
 
-def arm(fleet: Fleet, kind: str, *ranks: int, **arguments: object) -> None:
+def arm(fleet: Fleet, kind: str, *ranks: int, **arguments: Any) -> None:
     """Have these ranks meet a fault of `faulty_engine`, once."""
     for rank in ranks:
-        (fleet.runtime_dir / f"{kind}-{rank}").write_text(json.dumps(arguments))
+        chaos_engine.arm(fleet.runtime_dir, kind, rank, arguments)
 
 
 def start_requests(fleet: Fleet) -> list[Request]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.recovery_cases import ROUNDS
+from tests.support import chaos_engine
 from tests.support.checkpoints import make_checkpoint, prompt
 from tests.support.engine_fleet import Fleet, Request, settings_of
 from tests.support.greedy import Judged, judge_greedy
@@ -109,7 +110,7 @@ def test_a_survivor_keeps_its_weights_and_serves_the_next_epoch(fleet: Fleet, ca
 
 @pytest.mark.parametrize(("kind", "rank"), [("close", 1), ("execute", 0), ("execute", 1), ("corrupt", 0)])
 def test_a_fault_of_one_rank_ends_the_epoch_and_no_process(fleet: Fleet, calm: list[list[int]], kind: str, rank: int) -> None:
-    assert disturb(fleet, calm, lambda fleet: (fleet.runtime_dir / f"{kind}-{rank}").write_text("{}") and None) == []
+    assert disturb(fleet, calm, lambda fleet: chaos_engine.arm(fleet.runtime_dir, kind, rank, {})) == []
 
 
 def test_epochs_leave_no_memory_behind(fleet: Fleet, calm: list[list[int]]) -> None:

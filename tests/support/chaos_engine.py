@@ -74,6 +74,13 @@ class Faults:
             threading.Event().wait()
 
 
+def arm(folder: Path, kind: str, rank: int, arguments: dict[str, Any]) -> None:
+    """Arm a fault: all of it is there at once, for an engine that looks just now."""
+    draft = folder / f"draft-{kind}-{rank}"
+    draft.write_text(json.dumps(arguments))
+    draft.rename(folder / f"{kind}-{rank}")
+
+
 def holds(frame: Frame, marker: Sequence[int] | None) -> bool:
     """Whether the frame is a forward whose tokens hold `marker` in a row; any forward will do without one."""
     if not isinstance(frame.command, Forward):

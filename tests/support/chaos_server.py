@@ -21,6 +21,7 @@ import httpx
 import psutil
 
 from ep_runtime.supervise.folder import job_folder
+from tests.support import chaos_engine
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,9 +133,7 @@ class ChaosServer:
     def arm(self, kind: str, *ranks: int, **arguments: Any) -> None:
         """Have the engines of these ranks meet a fault of `chaos_engine`; `happened` waits for it."""
         for rank in ranks:
-            draft = self.faults / f"draft-{kind}-{rank}"
-            draft.write_text(json.dumps(arguments))
-            draft.rename(self.faults / f"{kind}-{rank}")
+            chaos_engine.arm(self.faults, kind, rank, arguments)
 
     def disarm(self, kind: str, *ranks: int) -> None:
         """Take armed faults back."""
