@@ -40,6 +40,14 @@ class HostBatch(NamedTuple):
     """Sequence lengths of the spans of one row, in span order."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InsertedRows:
+    """Rows whose input is an image's: `rows [n]` int64, their numbers in the batch, ascending, and `values [n, row_width]`."""
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+
 @dataclass(kw_only=True, slots=True)
 class ForwardBatch:
     """Rows of S sequences, concatenated in span order.
@@ -82,7 +90,9 @@ class ForwardBatch:
     captures: tuple[int, ...] = ()
     """Layers whose output is captured for the wanted rows."""
     routing: bool = False
-    """Record each MoE layer's expert choice, for DIGEST."""
+    """Record each MoE layer's expert choice and the hidden states entering layer 0, for DIGEST."""
+    inserted: InsertedRows | None = None
+    """Embeddings of images in this batch, in place of their placeholder tokens'."""
 
     @classmethod
     def from_spans(
@@ -97,10 +107,15 @@ class ForwardBatch:
         token_ids: torch.Tensor,
         block_size: int,
         device: torch.device | str,
+        positions: Array | None = None,
+        inserted: tuple[Array | Sequence[int], torch.Tensor] | None = None,
     ) -> ForwardBatch:
-        """A batch of text rows from plain host data, one entry a span; all indices reach the device in one copy.
+        """A batch from plain host data, one entry a span; all indices reach the device in one copy.
 
-        `token_ids` [T] int64 are on the device already. Raises BatchError for a span without rows or without blocks for its rows.
+        `token_ids` [T] int64 are on the device already. `positions` ([T] or [3, T]) are the rotary ones where they are not the
+        rows' places in their sequences; `inserted` are the numbers and values of `InsertedRows`.
+
+        Raises BatchError for a span without rows or without blocks for its rows.
         """
         layout = _Layout.of(query_lens, seq_lens, block_tables, kv_write_from, block_size)
         host = HostBatch(
@@ -121,12 +136,16 @@ class ForwardBatch:
         written = packed.long(np.flatnonzero(layout.written))
         wanted = packed.long(wanted_rows)
         single_rows, single_spans = packed.long(layout.query_start[singles]), packed.long(singles)
-        positions, starts, lens = packed.int(layout.positions), packed.int(layout.query_start), packed.int(layout.seq_lens)
+        rotary = layout.positions if positions is None else positions
+        if rotary.shape[-1] != len(layout.positions):
+            raise BatchError(f"{rotary.shape[-1]} positions for {len(layout.positions)} rows")
+        inserted_rows = packed.long([] if inserted is None else inserted[0])
+        places_in_rotary, starts, lens = packed.int(rotary.ravel()), packed.int(layout.query_start), packed.int(layout.seq_lens)
         in_slots, tables, write_from = packed.int(host.slots), packed.int(layout.tables.ravel()), packed.int(kv_write_from)
         packed.send()
         return cls(
             token_ids=token_ids,
-            positions=positions(),
+            positions=places_in_rotary().view(rotary.shape),
             query_start=starts(),
             slots=in_slots(),
             seq_lens=lens(),
@@ -139,6 +158,7 @@ class ForwardBatch:
             written_rows=None if every_written else written(),
             single_rows=None if every_single else single_rows(),
             single_spans=None if every_single else single_spans(),
+            inserted=None if inserted is None else InsertedRows(rows=inserted_rows(), values=inserted[1]),
         )
 
     @property
@@ -164,6 +184,8 @@ class ForwardOutput:
     """layer -> [W, hidden]"""
     routing: torch.Tensor | None = None
     """[moe layers, T, k] int32 expert numbers, when the batch asked for it."""
+    inputs: torch.Tensor | None = None
+    """[T, hidden] hidden states entering layer 0, when the batch asked for `routing`."""
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
 
 

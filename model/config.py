@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from model.spec import LayerKind
+from model.vision.config import VisionConfig
 
 
 class RopeKind(StrEnum):
@@ -124,6 +125,8 @@ class ModelConfig:
     """The head's weights are the embedding's."""
     max_positions: int
     eos_token_ids: tuple[int, ...] = ()
+    vision: VisionConfig | None = None
+    """The tower, in a model that takes images."""
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

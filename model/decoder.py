@@ -23,6 +23,7 @@ from model.layers.step import Step
 from model.parallel import ExpertPlacement, Parallel
 from model.spec import LayerKind, ModelSpec
 from model.state.registry import StateRegistry
+from model.vision.tower import VisionTower
 
 
 class DecoderLayer(nn.Module):
@@ -91,6 +92,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(number, layer, config, held, build) for number, layer in enumerate(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, build, zero_centered=config.zero_centered)
         self.head = VocabHead(config, parallel, build)
+        self._vision = spec.vision
+        # Images are encoded on the head; the other ranks get the rows.
+        self.tower = VisionTower(config.vision, build) if config.vision is not None and parallel.rank == 0 else None
 
     def spec(self) -> ModelSpec:
         """Sizes, layer kinds, caches and limits, as plain data."""
@@ -102,13 +106,17 @@ class Decoder(nn.Module):
         return all(self._operators.static(mixer, block_size) for mixer in mixers)
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
-        """`[T, hidden]` input embeddings of the batch's tokens."""
-        return functional.embedding(batch.token_ids, self.embedding)
+        """`[T, hidden]` input embeddings of the batch's tokens, and of its images in place of their placeholders."""
+        x = functional.embedding(batch.token_ids, self.embedding)
+        if batch.inserted is not None:
+            x.index_copy_(0, batch.inserted.rows, batch.inserted.values[:, : self._spec.hidden_size])
+        return x
 
     def forward(self, batch: ForwardBatch, state: StateRegistry, comm: Communicator) -> ForwardOutput:
         """One ragged forward; writes the caches and recurrent states of the batch's slots."""
         self._check(batch)
         x = self.embed(batch)
+        inputs = x.clone() if batch.routing else None
         prepared = self._operators.prepare(batch, self._rotary, x.dtype)
         step = Step(batch=batch, state=state, comm=comm, operators=self._operators, prepared=prepared)
         captures = {}
@@ -119,17 +127,30 @@ class Decoder(nn.Module):
                 self._operators.settle(x, pending, step)
                 pending = None
                 captures[number] = x.index_select(0, batch.wanted_rows)
+            self._add_features(number, x, batch)
         routing = torch.stack(step.routing) if step.routing else None
         if not len(batch.wanted_rows):
-            return ForwardOutput(logits=None, captures=captures, routing=routing)
+            return ForwardOutput(logits=None, captures=captures, routing=routing, inputs=inputs)
         rows = self._operators.add_norm(x, pending, self.norm, step).index_select(0, batch.wanted_rows)
         logits = self.head(rows, self.embedding, comm)
-        return ForwardOutput(logits=logits, hidden=rows if batch.hidden_rows else None, captures=captures, routing=routing)
+        hidden = rows if batch.hidden_rows else None
+        return ForwardOutput(logits=logits, hidden=hidden, captures=captures, routing=routing, inputs=inputs)
+
+    def _add_features(self, layer: int, x: torch.Tensor, batch: ForwardBatch) -> None:
+        """Add the deepstack features that follow `layer` to the rows of images; what the layer gave may still be pending."""
+        if batch.inserted is not None and self._vision is not None and layer < self._vision.deepstack:
+            start = (1 + layer) * self._spec.hidden_size
+            x.index_add_(0, batch.inserted.rows, batch.inserted.values[:, start : start + self._spec.hidden_size])
 
     def _check(self, batch: ForwardBatch) -> None:
         """Raise BatchError for what this model cannot run; the same on every rank, before any collective."""
         if batch.host.max_seq > self._spec.max_positions:
             raise BatchError(f"a sequence of {batch.host.max_seq} positions; this model has {self._spec.max_positions}")
+        if batch.inserted is not None:
+            width = 0 if self._vision is None else self._vision.row_width
+            expected = (len(batch.inserted.rows), width)
+            if not width or tuple(batch.inserted.values.shape) != expected:
+                raise BatchError(f"inserted rows of shape {tuple(batch.inserted.values.shape)}; this model takes {expected}")
         strange = [number for number in batch.captures if not 0 <= number < self._spec.num_layers]
         if strange:
             raise BatchError(f"captures of layers {strange}; this model has {self._spec.num_layers}")

@@ -30,6 +30,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
@@ -71,12 +72,16 @@ class Fingerprint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFolder:
-    """What a folder says of its model, weights aside. `generation` is empty without a generation_config.json."""
+    """What a folder says of its model, weights aside. `generation` is empty without a generation_config.json.
+
+    `processors` are the settings of its image and video processors, by the file that has them.
+    """
 
     path: Path
     config: dict[str, Any]
     generation: dict[str, Any]
     tokenizer_files: tuple[Path, ...]
+    processors: dict[str, dict[str, Any]]
 
 
 def open_folder(path: Path | str) -> ModelFolder:
@@ -90,6 +95,7 @@ def open_folder(path: Path | str) -> ModelFolder:
         config=_read_json(path / "config.json"),
         generation=_read_json(generation) if generation.is_file() else {},
         tokenizer_files=tuple(path / name for name in TOKENIZER_FILES if (path / name).is_file()),
+        processors={name: _read_json(path / name) for name in PROCESSOR_FILES if (path / name).is_file()},
     )
 
 

@@ -117,7 +117,7 @@ def prepare_model(
     device = torch.device(device)
     opened = open_folder(folder)
     refuse_quantised(opened.config)
-    config = registry.resolve(opened.config, opened.generation)
+    config = registry.resolve(opened.config, opened.generation, opened.processors)
     spec = registry.spec_of(config)
     placement = ExpertPlacement.build(spec.num_experts, parallel.world)
     manifest = read_manifest(opened.path) if load_format == "auto" else None

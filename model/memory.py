@@ -43,7 +43,8 @@ class Needs:
     """What the plan is made for. `num_blocks` or `max_slots` of None: as many as fit and can be of use.
 
     `held` are the experts of this rank in a layer, `head` says that it samples, `kernels` that the fused forms run, `graphs` that
-    decode steps are captured. `shared` are lines of what the rank shares with others, such as buffers that its peers read.
+    decode steps are captured. `images` are lines of what images take, where the model has vision; `shared` are lines of what the
+    rank shares with others, such as buffers that its peers read.
     """
 
     config: ModelConfig
@@ -59,6 +60,7 @@ class Needs:
     head: bool = True
     kernels: bool = False
     graphs: bool = False
+    images: tuple[tuple[str, int], ...] = ()
     shared: tuple[tuple[str, int], ...] = ()
 
 
@@ -147,6 +149,7 @@ def plan_memory(spec: ModelSpec, needs: Needs, memory: DeviceMemory, utilization
         ("weights", needs.weight_bytes),
         (f"recurrent state, {max_slots} slots of {slot:,} B", max_slots * slot),
         *_working_lines(spec, needs, max_slots, memory.kind),
+        *needs.images,
         *needs.shared,
         ("reserve", reserve),
     )

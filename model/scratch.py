@@ -69,11 +69,16 @@ def step_bytes(config: ModelConfig, size: StepSize) -> int:
 
 
 def _carried_row(config: ModelConfig, size: StepSize) -> int:
-    """Bytes a row has from layer to layer: residual, pending output, shared expert's output, rotary tables, indices, routing."""
+    """Bytes a row has from layer to layer: residual, pending output, shared expert's output, rotary tables, indices, routing.
+
+    With images: the rows inserted into the batch, and a layer's features of them on their way into the residual.
+    """
+    inserted = 0 if config.vision is None else config.vision.row_width + config.hidden_size
     shared = config.moe is not None and config.moe.shared_intermediate > 0
     routing = 4 * len(config.moe_layers) * (config.moe.top_k if config.moe else 0)
     tables = 6 * config.rope.rotary_dim * FLOAT
-    return config.hidden_size * (2 + shared) * size.element + tables + 2 * routing + 128
+    # The hidden states that entered layer 0 are kept when routing is.
+    return (config.hidden_size * (3 + shared) + inserted) * size.element + tables + 2 * routing + 128
 
 
 def norm_row(hidden: int, size: StepSize) -> int:

@@ -66,6 +66,23 @@ class StateSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VisionSpec:
+    """What the rest of the runtime knows of a model's images.
+
+    `placeholders` are the token ids that stand for rows of an image or a video. An image of `h x w` patches of `patch` pixels has
+    `h * w / merge**2` rows; a video is cut into groups of `frames` frames, each of which is like an image. A row has `row_width`
+    elements: an embedding of the model's hidden size, and one more for each of the first `deepstack` layers.
+    """
+
+    placeholders: tuple[int, ...]
+    patch: int
+    merge: int
+    frames: int
+    row_width: int
+    deepstack: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """Sizes, layer kinds, cache layouts and limits of one model folder.
 
@@ -91,6 +108,7 @@ class ModelSpec:
     single_chunk: bool = False
     max_verify_rows: int = 1
     inputs: tuple[str, ...] = ("text",)
+    vision: VisionSpec | None = None
     extras: dict[str, int] = field(default_factory=dict)
 
     @property

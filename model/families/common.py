@@ -96,10 +96,12 @@ def decoder_weights(
     experts: ExpertNames | None = None,
     delta: Callable[[Pieces, Place, str, str], None] | None = None,
     ignored: Sequence[str] = (),
+    more: Callable[[Pieces, Place], None] | None = None,
 ) -> WeightMap:
     """The weight map of a decoder whose tensors have the usual names.
 
-    The first of `prefixes` and of `moe_roots` under which the folder has a tensor is taken. `delta` maps a linear_attention layer.
+    The first of `prefixes` and of `moe_roots` under which the folder has a tensor is taken. `delta` maps a linear_attention layer;
+    `more` adds what is not of the decoder.
     """
     config = place.config
     out = Pieces(ignored=list(ignored))
@@ -120,6 +122,8 @@ def decoder_weights(
             moe(out, place, f"{target}moe.", root, experts or ExpertNames())
         else:
             mlp(out, place, f"{target}mlp.", f"{source}mlp.", config.intermediate_size)
+    if more is not None:
+        more(out, place)
     return out.finish()
 
 

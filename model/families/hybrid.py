@@ -10,13 +10,22 @@ from model.spec import LayerKind
 
 
 def hybrid_config(
-    config: Json, outer: Json, architecture: str, family: str, moe: MoeConfig | None, sparse: tuple[bool, ...]
+    config: Json,
+    outer: Json,
+    architecture: str,
+    family: str,
+    moe: MoeConfig | None,
+    sparse: tuple[bool, ...],
+    sections: tuple[int, ...] = (),
 ) -> ModelConfig:
-    """The configuration, given its experts and the layers that have them. `config` is the text part of `outer`."""
+    """The configuration, given its experts and the layers that have them. `config` is the text part of `outer`.
+
+    `sections` are the family's default frequencies of each part of a three-part position.
+    """
     if not flag(config, "attn_output_gate", True):
         raise refuse("attn_output_gate", False, "true")
     attention = attention_shape(config, qk_norm=True, output_gate=True)
-    rope, positions = read_rope(config, attention.head_dim, theta=10_000.0, partial=0.25)
+    rope, positions = read_rope(config, attention.head_dim, theta=10_000.0, partial=0.25, sections=sections)
     return ModelConfig(
         **basics(config, outer, architecture, family),
         intermediate_size=count(config, "intermediate_size") if all(sparse) else whole(config, "intermediate_size"),

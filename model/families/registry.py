@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from model.config import DeltaNetConfig, ModelConfig
 from model.errors import UnsupportedModel
-from model.families import llama, mixtral, qwen3, qwen3_5, qwen3_next
+from model.families import llama, mixtral, qwen3, qwen3_5, qwen3_next, qwen3_vl
 from model.families.common import Family
 from model.families.fields import Json, eos_tokens
 from model.families.weights import Manifest, Place
 from model.parallel import ExpertPlacement, Parallel
 from model.pieces import WeightMap
 from model.spec import CacheSpec, LayerKind, ModelSpec, StateSpec
+from model.vision.config import with_processors
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +23,14 @@ if TYPE_CHECKING:
     from model.decoder import Decoder
     from model.layers.operators import Operators
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, mixtral.FAMILY, qwen3.FAMILY, qwen3_next.FAMILY, qwen3_5.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mixtral.FAMILY,
+    qwen3.FAMILY,
+    qwen3_next.FAMILY,
+    qwen3_5.FAMILY,
+    qwen3_vl.FAMILY,
+)
 
 
 def supported() -> tuple[str, ...]:
@@ -36,18 +46,19 @@ def family_of(architecture: str) -> Family:
     raise UnsupportedModel(f"architecture {architecture!r} is not supported; supported: {', '.join(supported())}")
 
 
-def resolve(config_json: Json, generation_config: Json | None = None) -> ModelConfig:
-    """Read a config.json (and the end tokens of a generation_config.json), or refuse it by field and value."""
+def resolve(config_json: Json, generation_config: Json | None = None, processors: Mapping[str, Json] | None = None) -> ModelConfig:
+    """Read a config.json, the end tokens of a generation_config.json and, for images, the scale of pixels, or refuse by field.
+
+    `processors` are the settings of the folder's image and video processors, by file name.
+    """
     named = config_json.get("architectures")
     if not isinstance(named, list) or len(named) != 1:
         raise UnsupportedModel(f"config.json: architectures = {named!r} is not one name; supported: {', '.join(supported())}")
     config = family_of(named[0]).configure(config_json, named[0])
+    if config.vision is not None:
+        config = replace(config, vision=with_processors(config.vision, processors or {}))
     ends = eos_tokens(generation_config or {})
-    if not ends:
-        return config
-    from dataclasses import replace
-
-    return replace(config, eos_token_ids=ends)
+    return replace(config, eos_token_ids=ends) if ends else config
 
 
 def build_model(
@@ -115,6 +126,8 @@ def spec_of(config: ModelConfig) -> ModelSpec:
         moe_layers=config.moe_layers,
         max_positions=config.max_positions,
         eos_token_ids=config.eos_token_ids,
+        inputs=("text",) if config.vision is None else ("text", "image", "video"),
+        vision=None if config.vision is None else config.vision.spec(),
     )
 
 

@@ -30,8 +30,10 @@ COMMON = frozenset(
 )
 
 
-def read_rope(config: Json, head_dim: int, *, theta: float, partial: float = 1.0) -> tuple[RopeConfig, int]:
-    """The rotary embedding, and the positions that it allows. `theta` and `partial` are the family's defaults.
+def read_rope(
+    config: Json, head_dim: int, *, theta: float, partial: float = 1.0, sections: tuple[int, ...] = ()
+) -> tuple[RopeConfig, int]:
+    """The rotary embedding, and the positions that it allows. `theta`, `partial` and `sections` are the family's defaults.
 
     Raises UnsupportedModel for a kind or a parameter that is not served.
     """
@@ -61,7 +63,7 @@ def read_rope(config: Json, head_dim: int, *, theta: float, partial: float = 1.0
         truncate=flag(scaling, "truncate", True),
         low_freq_factor=real(scaling, "low_freq_factor") if kind is RopeKind.LLAMA3 else 1.0,
         high_freq_factor=real(scaling, "high_freq_factor") if kind is RopeKind.LLAMA3 else 4.0,
-        sections=_sections(scaling, rotary_dim),
+        sections=_sections(scaling, sections),
     )
     return rope, max(positions, int(original * factor)) if kind is RopeKind.YARN else positions
 
@@ -88,11 +90,11 @@ def _attention_factor(scaling: Json, factor: float) -> float:
     return magnitude(1.0)
 
 
-def _sections(scaling: Json, rotary_dim: int) -> tuple[int, ...]:
+def _sections(scaling: Json, default: tuple[int, ...]) -> tuple[int, ...]:
     """`mrope_section`: how many frequencies follow each part of a three-part position. Only the interleaved order is served."""
     sections = scaling.get("mrope_section")
     if sections is None:
-        return ()
+        return default
     if not flag(scaling, "mrope_interleaved", True):
         raise refuse("rope_parameters.mrope_interleaved", False, "true")
     if len(sections) != 3 or not all(isinstance(part, int) and part >= 0 for part in sections):

@@ -11,12 +11,12 @@ from model.pieces import Piece
 
 
 def fill_norms(module: nn.Module) -> Callable[[str, Piece, torch.Tensor], bool]:
-    """A `fill` for `materialise`: gives every norm weight its neutral value, one, or zero where the norm adds one to it.
+    """A `fill` for `materialise`: gives a norm its neutral weight, one, or zero where it adds one to it, and a bias of zero.
 
     A norm weight is a vector of a module with "norm" in its class's name; `zero_centered` on that module says that it adds one.
     """
     norms = {
-        f"{path}.{name}" if path else name: 0.0 if getattr(owner, "zero_centered", False) else 1.0
+        f"{path}.{name}" if path else name: 0.0 if name == "bias" or getattr(owner, "zero_centered", False) else 1.0
         for path, owner in module.named_modules()
         if "norm" in type(owner).__name__.lower()
         for name, parameter in owner.named_parameters(recurse=False)

@@ -115,7 +115,7 @@ class Ranks:
             state.zero_slot(slot)
 
     def batch(self, parts: Sequence[Part], **options: Any) -> ForwardBatch:
-        """The batch of these spans; lengths and blocks grow. `options` are set on it."""
+        """The batch of these spans; lengths and blocks grow. `options` are set on it, or go to `from_spans`."""
         wanted: list[int] = []
         row = 0
         for part in parts:
@@ -135,6 +135,8 @@ class Ranks:
             token_ids=torch.tensor([token for part in parts for token in part.tokens]),
             block_size=BLOCK_SIZE,
             device="cpu",
+            positions=options.pop("positions", None),
+            inserted=options.pop("inserted", None),
         )
         for name, value in options.items():
             setattr(batch, name, value)

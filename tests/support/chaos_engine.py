@@ -9,6 +9,10 @@ datagrams to `events` there. The kinds:
     prepare   raise in the next forward's prepare        {"marker": [ids]}: in the next one whose tokens hold these in a row
     execute   raise in the next forward's execute        {"marker": ..., "late": true}: after it has run
     poison    in every execute with the marker, for the file stays: {"how": "raise", "crash" or "hang"}
+    picture   on the head in every pass over an image of one color, likewise: {"color": [r, g, b], "how": ...}
+    encode    on the head wait to be killed in the midst of a pass over images; {"wait": false}: only tell
+    shown     wait to be killed after a forward, when a slot still holds rows of images: in the midst of their prompt
+    digest    tell that the ranks were compared while a slot held rows of images
     slow      sleep for {"seconds": S} in the next prefill
     corrupt   on the head flip a bit of the next frame, on a worker of the next ack
     close     on a worker close the link before the next ack
@@ -28,13 +32,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ep_runtime.engine import main as engine
 from ep_runtime.engine.executor import Executor
+from model.vision.patches import ImagePixels
+from model.vision.tower import Encoding, VisionTower
 from protocol.ack import pack_ack
-from protocol.commands import Forward
+from protocol.commands import Digest, Forward
 from protocol.frame import Frame
 from protocol.links import HeadLinks, WorkerLink
+from protocol.slots import SlotTable
+
+LASTING = ("poison", "picture")
+"""Faults that happen until the test takes them back."""
 
 
 class Armed(Exception):
@@ -56,21 +67,22 @@ class Faults:
             self._events.sendto(json.dumps(event).encode(), str(self._folder / "events"))
 
     def take(self, kind: str, fits: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any] | None:
-        """The arguments of a fault of this kind that is armed and fits; it is over with that, unless it is poison."""
+        """The arguments of a fault of this kind that is armed and fits; it is over with that, unless it lasts."""
         path = self._folder / f"{kind}-{self.rank}"
         if not path.exists():
             return None
         arguments: dict[str, Any] = json.loads(path.read_text())
         if not fits(arguments):
             return None
-        if kind != "poison":
+        if kind not in LASTING:
             path.unlink()
         self.tell(kind)
         return arguments
 
     def stop_here(self, kind: str) -> None:
         """Wait for the test's SIGKILL if it armed that."""
-        if self.take(kind) is not None:
+        armed = self.take(kind)
+        if armed is not None and armed.get("wait", True):
             threading.Event().wait()
 
 
@@ -95,6 +107,7 @@ def arrange(faults: Faults) -> None:
     """Put the faults into the engine's classes, and its start and its epochs under their eyes."""
     _break_executor(faults)
     _break_links(faults)
+    _break_tower(faults)
     load_rank, open_head, open_worker = engine.load_rank, engine.open_head, engine.open_worker
 
     def load(config: Any, parallel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +135,7 @@ def _break_executor(faults: Faults) -> None:
             raise Armed("armed in prepare")
         return prepare(self, frame, *args, **kwargs)
 
-    def faulty_execute(self: Executor, frame: Frame, *args: Any, **kwargs: Any) -> None:
+    def faulty_execute(self: Executor, frame: Frame, change: Any, slots: SlotTable, *args: Any) -> None:
         slow = faults.take("slow", lambda _: isinstance(frame.command, Forward) and any(s.length > 1 for s in frame.command.spans))
         if slow is not None:
             time.sleep(slow["seconds"])
@@ -133,9 +146,13 @@ def _break_executor(faults: Faults) -> None:
         armed = faults.take("execute", lambda given: holds(frame, given.get("marker")))
         if armed is not None and not armed.get("late"):
             raise Armed("armed in execute")
-        execute(self, frame, *args, **kwargs)
+        execute(self, frame, change, slots, *args)
         if armed is not None:
             raise Armed("armed after execute")
+        if slots.vision_rows and isinstance(frame.command, Forward):
+            faults.stop_here("shown")
+        elif slots.vision_rows and isinstance(frame.command, Digest):
+            faults.take("digest")
 
     Executor.prepare = faulty_prepare  # type: ignore[method-assign]
     Executor.execute = faulty_execute  # type: ignore[method-assign]
@@ -147,6 +164,28 @@ def _suffer(how: str) -> None:
     if how == "hang":
         threading.Event().wait()
     raise Armed("poisoned")
+
+
+def _break_tower(faults: Faults) -> None:
+    begin, advance = VisionTower.begin, VisionTower.advance
+
+    def faulty_begin(self: VisionTower, images: Sequence[ImagePixels]) -> Encoding:
+        poison = faults.take("picture", lambda given: any(_has_color(image, given["color"]) for image in images))
+        if poison is not None:
+            _suffer(poison["how"])
+        return begin(self, images)
+
+    def faulty_advance(self: VisionTower, encoding: Encoding, layers: int) -> bool:
+        over = advance(self, encoding, layers)
+        faults.stop_here("encode")
+        return over
+
+    VisionTower.begin = faulty_begin  # type: ignore[method-assign]
+    VisionTower.advance = faulty_advance  # type: ignore[method-assign]
+
+
+def _has_color(image: ImagePixels, color: Sequence[int]) -> bool:
+    return bool((image.pixels == torch.tensor(color, device=image.pixels.device)).all())
 
 
 def _break_links(faults: Faults) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.support.chaos_server import ChaosServer
@@ -70,10 +70,13 @@ def plan_faults(rng: random.Random) -> list[Fault]:
     return [Fault(kind, ranks, rng.randint(1, 25), epochs) for kind, ranks, epochs in turns]
 
 
-def inject(server: ChaosServer, fault: Fault, *, command_timeout: float, marker: int, send_marked: Callable[[], None]) -> float:
+def inject(
+    server: ChaosServer, fault: Fault, *, command_timeout: float, marker: Sequence[int], send_marked: Callable[[], None]
+) -> float:
     """Do it; returns the monotonic time from which the server may not call itself ready in the epoch that it ends.
 
-    Faults everywhere need ranks that agree on when: they wait for the request with the token `marker`, which `send_marked` sends.
+    Faults everywhere need ranks that agree on when: they wait for the request with the tokens `marker`, which `send_marked` sends.
+    Those in a pass over images or in a prefill wait for its images, which are to be encoded, in more than one chunk.
     """
     rank, *others = fault.ranks
     match fault.kind:
@@ -102,10 +105,20 @@ def inject(server: ChaosServer, fault: Fault, *, command_timeout: float, marker:
                 at = server.kill(rank)
             server.kill(*others)
             return at + UNREADY_SECONDS
+        case "kill in encode":
+            with server.expect("encode", 0):
+                server.arm("encode", 0, wait=0 in fault.ranks)
+                send_marked()
+            return server.kill(*fault.ranks) + UNREADY_SECONDS
+        case "kill in prefill":
+            with server.expect("shown", rank):
+                server.arm("shown", rank)
+                send_marked()
+            return server.kill(*fault.ranks) + UNREADY_SECONDS
         case "prepare everywhere" | "execute everywhere":
             kind = fault.kind.split()[0]
             with server.expect(kind, *fault.ranks):
-                server.arm(kind, *fault.ranks, marker=[marker])
+                server.arm(kind, *fault.ranks, marker=list(marker))
                 send_marked()
         case "execute late":
             with server.expect("execute", rank):

@@ -40,7 +40,7 @@ def judge_reference(folder: Path, requests: dict[int, Request], answers: dict[in
     judged = Judged()
     for number, answer in sorted(answers.items()):
         body = requests[number].body
-        if _plainly_greedy(body):
+        if "prompt" in body and _plainly_greedy(body):
             judge_greedy(folder, body["prompt"], answer.samples[0].token_ids, judged)
     return judged
 
@@ -50,7 +50,7 @@ class Judge:
 
     def __init__(self, folder: Path) -> None:
         self.ties = 0
-        self._folder = folder
+        self.folder = folder
 
     def same(self, request: Request, answer: Answer, reference: Answer) -> list[str]:
         """What differs between two answers, near ties apart."""
@@ -59,7 +59,7 @@ class Judge:
         for index, given in sorted(reference.samples.items()):
             found = answer.sample(index)
             if found.token_ids != given.token_ids:
-                if not self._near_tie(request, found, given):
+                if not self._near_tie(request, request.body.get("prompt", reference.prompt_ids), found, given):
                     wrong.append(f"{where}: sample {index} is\n{found.token_ids}, not\n{given.token_ids}")
                 continue
             if (found.text, found.finish, found.stop_reason) != (given.text, given.finish, given.stop_reason):
@@ -68,27 +68,47 @@ class Judge:
                 wrong.append(f"{where}: the logprobs of sample {index} are in {found}, not as in {given}")
         return wrong
 
-    def _near_tie(self, request: Request, found: Sample, given: Sample) -> bool:
+    def margin(self, request: Request, prompt: list[int], then: list[int]) -> float:
+        """`routing_margin` of the prompt and the tokens `then` after it."""
+        return routing_margin(self.folder, prompt + then)
+
+    def logits(self, request: Request, prompt: list[int], then: list[int]) -> torch.Tensor:
+        """transformers' logits `[vocab]` after them."""
+        return _logits(_double(self.folder), prompt + then)[-1]
+
+    def _near_tie(self, request: Request, prompt: list[int], found: Sample, given: Sample) -> bool:
         """Whether the first token that differs is one that rounding may decide; what follows it follows from it."""
         same = takewhile(lambda pair: pair[0] == pair[1], zip(found.token_ids, given.token_ids, strict=False))
         place = sum(1 for _ in same)
-        prompt = request.body.get("prompt")
-        if prompt is None or place == min(len(found.token_ids), len(given.token_ids)):
+        if not prompt or place == min(len(found.token_ids), len(given.token_ids)):
             return False
-        tokens = [*prompt, *given.token_ids[:place]]
-        tie = routing_margin(self._folder, tokens) < ROUTING_TIE
+        then = given.token_ids[:place]
+        tie = self.margin(request, prompt, then) < ROUTING_TIE
         if not tie and _plainly_greedy(request.body):
-            logits = _logits(_double(self._folder), tokens)[-1]
+            logits = self.logits(request, prompt, then)
             top, second = logits.topk(2).values.tolist()
             tie = max(top - second, top - logits[found.token_ids[place]].item()) < NEAR_TIE
         self.ties += tie
         return tie
 
 
+def judge_answers(judge: Judge, requests: dict[int, Request], answers: dict[int, Answer], reference: dict[int, Answer]) -> None:
+    """Every answer is whole and as without faults; only a request that ran alone may have failed."""
+    assert sorted(answers) == sorted(requests)
+    wrong = [line for number, answer in answers.items() for line in whole(requests[number], answer)]
+    failed = [answer.error for answer in answers.values() if answer.error]
+    for number, answer in sorted(answers.items()):
+        if not answer.error:
+            wrong += judge.same(requests[number], answer, reference[number])
+    assert wrong == [], "\n".join(wrong)
+    assert all("alone" in error and "SIGKILL" not in error for error in failed), failed
+    print(f"near ties: {judge.ties}, failed alone: {failed}")
+
+
 def _plainly_greedy(body: dict[str, Any]) -> bool:
-    """Whether each token is the likeliest by the model's own distribution, after a prompt of known tokens."""
+    """Whether each token is the likeliest by the model's own distribution."""
     bent = ("presence_penalty", "logit_bias", "response_format")
-    return body.get("temperature") == 0.0 and "prompt" in body and not any(name in body for name in bent)
+    return body.get("temperature") == 0.0 and not any(name in body for name in bent)
 
 
 def _close(found: list[float], given: list[float]) -> bool:

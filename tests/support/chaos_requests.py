@@ -46,9 +46,13 @@ class Sample:
 
 @dataclass(slots=True)
 class Answer:
-    """All that a client saw of one request. `ends`: whole bodies, or [DONE]s; `after`: events that came after the end."""
+    """All that a client saw of one request. `ends`: whole bodies, or [DONE]s; `after`: events that came after the end.
+
+    `prompt_ids`: the prompt's tokens as a chat says them.
+    """
 
     status: int = 0
+    prompt_ids: list[int] = field(default_factory=list)
     samples: dict[int, Sample] = field(default_factory=dict)
     error: str = ""
     ends: int = 0
@@ -139,8 +143,7 @@ def _take_event(answer: Answer, line: str) -> None:
         event = json.loads(line.removeprefix("data: "))
         if "error" in event:
             answer.error = event["error"]["message"]
-        for choice in event.get("choices", []):
-            _take_choice(answer, choice)
+        _take_choices(answer, event)
     elif not line.startswith(":"):
         answer.broken = f"the line {line[:80]!r}"
 
@@ -149,7 +152,12 @@ def _take_body(answer: Answer, body: dict[str, Any]) -> None:
     answer.ends += 1
     if "error" in body:
         answer.error = body["error"]["message"]
-    for choice in body.get("choices", []):
+    _take_choices(answer, body)
+
+
+def _take_choices(answer: Answer, given: dict[str, Any]) -> None:
+    answer.prompt_ids += given.get("prompt_token_ids") or []
+    for choice in given.get("choices", []):
         _take_choice(answer, choice)
 
 

@@ -7,6 +7,7 @@ and untied. All are float32 with a vocabulary of 131, and give the same weights 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ def make_checkpoint(family: str, variant: str, path: Path, *, vocab_size: int = 
     if (path / "config.json").exists():
         return path
     model = _build(family, variant, vocab_size)
-    _randomise(model, seed=len(family) * 100 + len(variant))
+    randomise(model, seed=len(family) * 100 + len(variant))
     # Without the original format, transformers keeps a layer's experts in one tensor.
     model.save_pretrained(path, save_original_format=variant != "fused")
     return path
@@ -194,7 +195,11 @@ CLEAR_MARGIN = 1e-4
 
 def routing_margin(path: Path, ids: list[int]) -> float:
     """The smallest gap, over rows and layers, between the router logits of the last expert chosen and the first one not chosen."""
-    model = _reference(path)
+    return smallest_margin(_reference(path), lambda: hf_logits(path, ids))
+
+
+def smallest_margin(model: nn.Module, run: Callable[[], object]) -> float:
+    """`routing_margin` of whatever `run` has transformers' `model` compute."""
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     margins = [float("inf")]
 
@@ -205,7 +210,7 @@ def routing_margin(path: Path, ids: list[int]) -> float:
 
     hooks = [router.register_forward_hook(record) for router in routers]
     try:
-        hf_logits(path, ids)
+        run()
     finally:
         for hook in hooks:
             hook.remove()
@@ -218,7 +223,10 @@ def _build(family: str, variant: str, vocab_size: int) -> nn.Module:
     config = getattr(transformers, config_class)(**settings)
     if variant == "vision":
         model_class = model_class.replace("ForCausalLM", "ForConditionalGeneration")
-        config = getattr(transformers, config_class.replace("Text", ""))(text_config=config.to_dict(), vision_config=_VISION)
+        # Placeholders that no prompt here has.
+        tokens = {"image_token_id": 1, "video_token_id": 0}
+        both = getattr(transformers, config_class.replace("Text", ""))
+        config = both(text_config=config.to_dict(), vision_config=_VISION, **tokens)
     config.dtype = torch.float32
     return getattr(transformers, model_class)(config).eval()
 
@@ -232,7 +240,7 @@ def _reference(path: Path) -> nn.Module:
 
 
 @torch.no_grad()
-def _randomise(model: nn.Module, seed: int) -> None:
+def randomise(model: nn.Module, seed: int) -> None:
     """Values that make every parameter matter: matrices that keep the scale of their input, norms and biases away from neutral."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

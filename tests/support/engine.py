@@ -17,7 +17,7 @@ from ep_runtime.engine.main import pick_device
 from ep_runtime.engine.port import LocalPort
 from ep_runtime.engine.rank import RankModel, load_rank
 from ep_runtime.engine.sampler import Sampler
-from ep_runtime.engine.setup import scheduler_limits, warm_buckets
+from ep_runtime.engine.setup import image_encoder, scheduler_limits, warm_buckets
 from ep_runtime.scheduler.scheduler import Scheduler
 from model.parallel import Parallel
 from protocol.errors import EpEpochClosed
@@ -115,6 +115,7 @@ class Driver:
             read_when_ready=not lookahead,
             page=self.page,
             check_epoch=self._check_epoch,
+            encoder=image_encoder(rank, epoch.executor),
         )
         self.head.warm(warm_buckets(rank), rank.config.warm_timeout)
 
@@ -176,7 +177,22 @@ def head_of(
     `arrange` sees every rank's executor before its first command, to break something in it.
     """
     rank = load(ctx, folder, **settings)
-    with meeting(ctx) as (place, listener):
+    with epoch_of(ctx, rank, lookahead=lookahead, digest_interval=digest_interval, arrange=arrange) as driver:
+        yield driver
+
+
+@contextmanager
+def epoch_of(
+    ctx: RankContext,
+    rank: RankModel,
+    number: int = 0,
+    *,
+    lookahead: bool = False,
+    digest_interval: int = 3,
+    arrange: Callable[[Executor], None] = lambda executor: None,
+) -> Iterator[Driver | None]:
+    """One epoch of ranks that have loaded; see `head_of`. Every epoch of a job has a number of its own."""
+    with meeting(ctx, number) as (place, listener):
         if ctx.rank != 0:
             epoch, worker, link = open_worker(rank, place, lambda: False)
             arrange(epoch.executor)
