@@ -108,16 +108,50 @@ class Alloc(Body, frozen=True):
     """EMPTY -> ACTIVE. Recurrent state is zeroed; the sequence may grow to `token_budget` rows.
 
     A prefix hit gives the slot its first `prefix_length` positions at once: `prefix_blocks` hold them already and are shared,
-    never written. `prefix_length` is a multiple of the block size.
+    never written. `prefix_length` is a multiple of the block size. Positions below `prompt_length` are the prompt's: an image's
+    placeholder token there must have a row of VISION, while one that was generated is a token like any other.
     """
 
     cmd: ClassVar[Cmd] = Cmd.ALLOC
     voted: ClassVar[bool] = True
     token_budget: Positive
+    prompt_length: Count = 0
     adapter: Count = 0
     owner_rank: Count = 0
     prefix_length: Count = 0
     prefix_blocks: list[Count] = []
+
+
+class VisionGrid(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where an image's rows stand in a prompt: positions `start .. start + height * width - 1`, row by row of its grid.
+
+    An image is one grid; a video is one for each group of frames that its encoder takes together.
+    """
+
+    start: Count
+    height: Positive
+    width: Positive
+
+    @property
+    def stop(self) -> int:
+        """The position after its last row."""
+        return self.start + self.height * self.width
+
+
+class Vision(Body, frozen=True):
+    """Embeddings of the images in an ACTIVE slot's prompt, before the prefill that needs them.
+
+    `grids` are all of the prompt's, in position order; they decide the rotary positions of everything behind them. The first
+    `skipped` lie in the slot's prefix, and their rows are not needed. The rows of the others, `rows` in number, follow in one
+    tensor broadcast over the device group: `[rows, row_width]` in the model's dtype; nothing follows when all grids are skipped.
+    A rank keeps them until the slot has grown past the last grid, or is freed.
+    """
+
+    cmd: ClassVar[Cmd] = Cmd.VISION
+    voted: ClassVar[bool] = True
+    grids: Annotated[list[VisionGrid], msgspec.Meta(min_length=1)]
+    rows: Count
+    skipped: Count = 0
 
 
 class Free(Body, frozen=True):
@@ -152,7 +186,7 @@ class Warm(Body, frozen=True):
 
 
 class Digest(Body, frozen=True, omit_defaults=True):
-    """Every rank acks a digest of its slot table, recurrent states and the routing of the last recorded forward.
+    """Every rank acks a digest of its slot table, recurrent states, held images, and the last recorded forward.
 
     `report`: it also logs its slot table, because ranks differ and the epoch ends.
     """
@@ -177,7 +211,7 @@ class Shutdown(Body, frozen=True):
 
 
 BODIES: Mapping[int, type[Body]] = MappingProxyType(
-    {body.cmd: body for body in (Alloc, PrefillChunk, Decode, Mixed, Copy, Warm, Free, Digest, Ping, Shutdown)}
+    {body.cmd: body for body in (Alloc, PrefillChunk, Decode, Mixed, Copy, Vision, Warm, Free, Digest, Ping, Shutdown)}
 )
 """The commands in use, by code. The other codes of `Cmd` are reserved and refused by name."""
 

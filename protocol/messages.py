@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-MESSAGES_VERSION = 2
+MESSAGES_VERSION = 3
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -49,13 +49,34 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     grammar: bool = False
 
 
+class VisionInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One image of a prompt, or one group of a video's frames that the encoder takes together, resized and not yet normalised.
+
+    `start` is the position of its first placeholder token in the prompt. `height` and `width` count rows of the prompt: patches
+    after merging. `pixels` are `[frames, height * merge * patch, width * merge * patch, 3]` uint8 RGB. `digest` are 32 bytes of
+    BLAKE2b over the shape and the pixels: equal digests mean equal embeddings.
+    """
+
+    start: Count
+    height: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    width: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    frames: Annotated[int, msgspec.Meta(ge=1, le=16)]
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    pixels: bytes
+
+    @property
+    def rows(self) -> int:
+        """Placeholder tokens that stand for it."""
+        return self.height * self.width
+
+
 class Submit(Message, frozen=True):
     """One sequence to run. A request with n > 1 is n of these, whose seeds differ; `group` is the HTTP request's id.
 
     `generated` holds tokens already emitted in an earlier epoch (replay): they are prefilled with the prompt and not emitted again;
     positions count from the prompt's first token, so counter-based sampling continues where it was. `mask` is the grammar's
     first token bitmask (little-endian uint32 words, one bit a token) when `sampling.grammar`. `suspicions` counts the epochs that
-    ended without an outside cause while this sequence was in them; from two on it runs alone.
+    ended without an outside cause while this sequence was in them; from two on it runs alone. `images` are in prompt order.
     """
 
     request_id: str
@@ -67,6 +88,7 @@ class Submit(Message, frozen=True):
     adapter: int = 0
     mask: bytes = b""
     suspicions: Count = 0
+    images: list[VisionInput] = []
 
 
 class Abort(Message, frozen=True):

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
+from itertools import pairwise
 
-from protocol.commands import Body, Forward, Span
+from protocol.commands import Body, Forward, Span, Vision, VisionGrid
 from protocol.errors import EpDiverged
 
 NO_WRITER = -1
-_PACKED = struct.Struct("<IBQIII?")
+_PACKED = struct.Struct("<IBQIII?QQII")
+_GRID = struct.Struct("<QQQ")
 
 
 class SlotStatus(IntEnum):
@@ -34,6 +36,9 @@ class SequenceState:
 
     `length` counts the rows in its state. `blocks` are in position order; the first `shared_blocks` of them came with ALLOC or COPY
     and are never written. `can_feed`: its last row was sampled in this epoch, so its next token is on the device.
+
+    `grids` are those of the images in its prompt, once VISION has named them: the rows of all but the first `skipped` are held on
+    the device, `rows` in number, until the length has passed the last grid; then `rows` is 0.
     """
 
     slot: int
@@ -45,13 +50,22 @@ class SequenceState:
     adapter: int = 0
     owner_rank: int = 0
     can_feed: bool = False
+    prompt_length: int = 0
+    grids: tuple[VisionGrid, ...] = ()
+    skipped: int = 0
+    rows: int = 0
+
+    def before_image_end(self, position: int) -> bool:
+        """Whether a row at `position`, or one behind it, is an image's."""
+        return bool(self.grids) and position < self.grids[-1].stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotLimits:
     """What bounds a command. `max_length` is in rows of one sequence, `max_rows` in rows of one forward.
 
-    `recurrent`: some layer's state cannot be cut at a position, so COPY takes all of its source, and prefixes cannot be shared.
+    `max_vision_rows` bounds the rows of images that all slots together hold; 0: the model takes none. `recurrent`: some layer's
+    state cannot be cut at a position, so COPY takes all of its source, and prefixes cannot be shared.
     """
 
     max_slots: int
@@ -61,6 +75,7 @@ class SlotLimits:
     max_rows: int
     world: int = 1
     max_adapter: int = 0
+    max_vision_rows: int = 0
     recurrent: bool = False
 
     def blocks_for(self, rows: int) -> int:
@@ -72,12 +87,14 @@ class SlotTable(list[SequenceState | None]):
     """`max_slots` entries, None for EMPTY. Entries and their blocks change through `apply`, `poison` and `clear_all` alone.
 
     `users[b]` counts the slots that name block b; `writer[b]` is the slot that b was given to as a new block, or `NO_WRITER`.
+    `vision_rows` counts the rows of images that all slots hold.
     """
 
     def __init__(self, limits: SlotLimits) -> None:
         super().__init__([None] * limits.max_slots)
         self.users = [0] * limits.num_blocks
         self.writer = [NO_WRITER] * limits.num_blocks
+        self.vision_rows = 0
 
     def clear_all(self) -> None:
         """Every slot to EMPTY: the start of an epoch."""
@@ -87,11 +104,15 @@ class SlotTable(list[SequenceState | None]):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What `apply` will do: free a slot, fill a slot (blocks past `shared_blocks` are its own), and move lengths by spans."""
+    """What `apply` will do: free a slot, fill a slot (blocks past `shared_blocks` are its own), move lengths by spans.
+
+    `shown` is a slot that has no images yet, and those that it gets.
+    """
 
     freed: int | None = None
     filled: SequenceState | None = None
     spans: Sequence[Span] = ()
+    shown: tuple[int, Vision] | None = None
 
 
 def apply(change: Change, slots: SlotTable) -> None:
@@ -102,6 +123,12 @@ def apply(change: Change, slots: SlotTable) -> None:
         state = change.filled
         slots[state.slot] = state
         _take(state.blocks, state.shared_blocks, state.slot, slots)
+    if change.shown is not None:
+        slot, images = change.shown
+        seeing = slots[slot]
+        assert seeing is not None, f"slot {slot} emptied between prepare and apply"
+        seeing.grids, seeing.skipped, seeing.rows = tuple(images.grids), images.skipped, images.rows
+        slots.vision_rows += images.rows
     for span in change.spans:
         grown = slots[span.slot]
         assert grown is not None, f"slot {span.slot} emptied between prepare and apply"
@@ -110,12 +137,19 @@ def apply(change: Change, slots: SlotTable) -> None:
         if span.new_blocks:
             grown.blocks.extend(span.new_blocks)
             _take(span.new_blocks, 0, span.slot, slots)
+        if grown.rows and grown.length >= grown.grids[-1].stop:
+            _let_rows_go(grown, slots)
 
 
 def undo(change: Change, slots: SlotTable) -> None:
-    """After an ALLOC or COPY that ran and failed alike on every rank: the slot that it filled is EMPTY again."""
+    """After an ALLOC, COPY or VISION that ran and failed alike on every rank: the slot is EMPTY, or has no images, again."""
     if change.filled is not None:
         _free(change.filled.slot, slots)
+    if change.shown is not None:
+        state = slots[change.shown[0]]
+        if state is not None:
+            _let_rows_go(state, slots)
+            state.grids, state.skipped = (), 0
 
 
 def poison(command: Body, slots: SlotTable) -> None:
@@ -134,7 +168,7 @@ def table_sections(slots: Sequence[SequenceState | None]) -> dict[str, int]:
     """A u64 each of the slots (all but what follows), their lengths and their block tables, in slot order."""
     held = [(slot, state) for slot, state in enumerate(slots) if state is not None]
     return {
-        "slots": _blake(struct.pack("<I", len(slots)), *(_PACKED.pack(slot, *_facts(state)) for slot, state in held)),
+        "slots": _blake(struct.pack("<I", len(slots)), *(part for slot, state in held for part in _facts(slot, state))),
         "lengths": _blake(*(struct.pack("<IQ", slot, state.length) for slot, state in held)),
         "blocks": _blake(
             *(struct.pack(f"<II{len(state.blocks)}I", slot, len(state.blocks), *state.blocks) for slot, state in held)
@@ -151,14 +185,31 @@ def table_lines(slots: Sequence[SequenceState | None]) -> list[str]:
     """The table for a person: a line for each slot that is not EMPTY."""
     return [
         f"slot {slot}: {state.status.name}, length {state.length} of {state.token_budget}, "
-        f"blocks {','.join(map(str, state.blocks)) or 'none'} ({state.shared_blocks} shared)"
+        f"blocks {','.join(map(str, state.blocks)) or 'none'} ({state.shared_blocks} shared){_images_line(state)}"
         for slot, state in enumerate(slots)
         if state is not None
     ]
 
 
-def _facts(state: SequenceState) -> tuple[int, int, int, int, int, bool]:
-    return (state.status, state.token_budget, state.shared_blocks, state.adapter, state.owner_rank, state.can_feed)
+def _facts(slot: int, state: SequenceState) -> list[bytes]:
+    fixed = _PACKED.pack(
+        slot,
+        state.status,
+        state.token_budget,
+        state.shared_blocks,
+        state.adapter,
+        state.owner_rank,
+        state.can_feed,
+        state.prompt_length,
+        state.rows,
+        state.skipped,
+        len(state.grids),
+    )
+    return [fixed, *(_GRID.pack(grid.start, grid.height, grid.width) for grid in state.grids)]
+
+
+def _images_line(state: SequenceState) -> str:
+    return f", {len(state.grids)} grids of images to {state.grids[-1].stop}, {state.rows} rows held" if state.grids else ""
 
 
 def _blake(*parts: bytes) -> int:
@@ -179,6 +230,9 @@ def check_integrity(slots: SlotTable, limits: SlotLimits) -> None:
         faults += [f"slot {slot}: {fault}" for fault in _faults(slot, state, limits)]
         for block in state.blocks:
             users[block] += 1
+    held = sum(state.rows for state in slots if state is not None)
+    if held != slots.vision_rows or held > limits.max_vision_rows:
+        faults.append(f"slots hold {held} rows of images, the table says {slots.vision_rows}, the limit {limits.max_vision_rows}")
     if len(slots) != limits.max_slots:
         faults.append(f"table has {len(slots)} slots, not {limits.max_slots}")
     for block in range(limits.num_blocks):
@@ -206,9 +260,18 @@ def _faults(slot: int, state: SequenceState, limits: SlotLimits) -> list[str]:
             (blocks < limits.blocks_for(state.length), f"{blocks} blocks do not cover length {state.length}"),
             (state.shared_blocks * limits.block_size > state.length, f"{state.shared_blocks} shared blocks, length {state.length}"),
             (len(set(state.blocks)) != blocks, f"a block twice in {state.blocks}"),
+            (state.rows != _rows_due(state), f"{state.rows} rows of images held, {_rows_due(state)} are due"),
+            (any(left.stop > right.start for left, right in pairwise(state.grids)), f"grids {state.grids} are not in order"),
         )
         if wrong
     ]
+
+
+def _rows_due(state: SequenceState) -> int:
+    """Rows of images that a slot holds at its length."""
+    if not state.before_image_end(state.length):
+        return 0
+    return sum(grid.stop - grid.start for grid in state.grids[state.skipped :])
 
 
 def writable(block: int, slots: SlotTable, limits: SlotLimits) -> bool:
@@ -229,8 +292,14 @@ def _free(slot: int, slots: SlotTable) -> None:
     state = slots[slot]
     if state is None:
         return
+    _let_rows_go(state, slots)
     slots[slot] = None
     for block in state.blocks:
         slots.users[block] -= 1
         if slots.writer[block] == slot:
             slots.writer[block] = NO_WRITER
+
+
+def _let_rows_go(state: SequenceState, slots: SlotTable) -> None:
+    slots.vision_rows -= state.rows
+    state.rows = 0

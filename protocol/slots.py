@@ -7,8 +7,9 @@ every rank comes to the same answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
-from protocol.commands import Alloc, Body, Copy, Forward, Free, Warm
+from protocol.commands import Alloc, Body, Copy, Forward, Free, Vision, Warm
 from protocol.errors import EpCommandFailed, EpDiverged
 from protocol.slot_table import (
     Change,
@@ -55,6 +56,8 @@ def prepare(command: Body, seq_id: int, slots: SlotTable, limits: SlotLimits) ->
         return _prepare_alloc(command, seq_id, slots, limits)
     if isinstance(command, Copy):
         return _prepare_copy(command, seq_id, slots, limits)
+    if isinstance(command, Vision):
+        return _prepare_vision(command, seq_id, slots, limits)
     if isinstance(command, Free):
         _require(0 <= seq_id < limits.max_slots, f"FREE: slot is {seq_id}, there are {limits.max_slots}")
         return Change(freed=seq_id)
@@ -114,6 +117,10 @@ def _prepare_alloc(command: Alloc, slot: int, slots: SlotTable, limits: SlotLimi
         f"ALLOC: prefix of {prefix} rows with {len(blocks)} blocks of {limits.block_size}",
     )
     _require(prefix < command.token_budget, f"ALLOC: prefix of {prefix} rows leaves none of the budget {command.token_budget}")
+    _require(
+        command.prompt_length <= command.token_budget,
+        f"ALLOC: prompt of {command.prompt_length} rows, the budget is {command.token_budget}",
+    )
     _require(not (prefix and limits.recurrent), "ALLOC: a prefix of blocks cannot stand for recurrent state")
     _check_shared("ALLOC", slot, blocks, slots, limits)
     state = SequenceState(
@@ -125,6 +132,7 @@ def _prepare_alloc(command: Alloc, slot: int, slots: SlotTable, limits: SlotLimi
         shared_blocks=len(blocks),
         adapter=command.adapter,
         owner_rank=command.owner_rank,
+        prompt_length=command.prompt_length,
     )
     return Change(filled=state)
 
@@ -147,6 +155,9 @@ def _prepare_copy(command: Copy, slot: int, slots: SlotTable, limits: SlotLimits
         shared + len(pairs) == limits.blocks_for(length),
         f"COPY: {shared} shared and {len(pairs)} copied blocks, {length} rows need {limits.blocks_for(length)}",
     )
+    if source.before_image_end(length):
+        reach = source.grids[-1].stop
+        raise EpCommandFailed(f"COPY: length is {length}, the images of slot {source.slot} reach to {reach}; rows are not copied")
     origins = [*command.shared_blocks, *(origin for origin, _ in pairs)]
     _require(
         origins == source.blocks[: len(origins)], f"COPY: blocks {origins} are not the first of slot {source.slot}: {source.blocks}"
@@ -162,8 +173,35 @@ def _prepare_copy(command: Copy, slot: int, slots: SlotTable, limits: SlotLimits
         shared_blocks=shared,
         adapter=source.adapter,
         owner_rank=source.owner_rank,
+        prompt_length=source.prompt_length,
+        grids=source.grids,
     )
     return Change(filled=state)
+
+
+def _prepare_vision(command: Vision, slot: int, slots: SlotTable, limits: SlotLimits) -> Change:
+    _require(limits.max_vision_rows > 0, "VISION: this model takes no images")
+    state = _active("VISION", slot, slots, limits)
+    _require(not state.grids, f"VISION: slot {slot} has its images already")
+    grids, skipped, length = command.grids, command.skipped, state.length
+    for left, right in pairwise(grids):
+        _require(left.stop <= right.start, f"VISION: the grid at {right.start} begins before the one at {left.start} ends")
+    _require(
+        grids[-1].stop <= state.prompt_length,
+        f"VISION: grids reach to {grids[-1].stop}, the prompt of slot {slot} has {state.prompt_length} rows",
+    )
+    _require(skipped <= len(grids), f"VISION: {skipped} grids are skipped, there are {len(grids)}")
+    if skipped:
+        end = grids[skipped - 1].stop
+        _require(end <= length, f"VISION: the skipped grids reach to {end}, slot {slot} has {length} rows")
+    if skipped < len(grids):
+        start = grids[skipped].start
+        _require(start >= length, f"VISION: the first grid with rows starts at {start}, slot {slot} has {length} rows already")
+    due = sum(grid.stop - grid.start for grid in grids[skipped:])
+    _require(command.rows == due, f"VISION: {command.rows} rows for grids of {due}")
+    total = slots.vision_rows + due
+    _require(total <= limits.max_vision_rows, f"VISION: slots would hold {total} rows, at most {limits.max_vision_rows}")
+    return Change(shown=(slot, command))
 
 
 def _require(condition: bool, message: str) -> None:

@@ -138,7 +138,10 @@ def large_frames(rng: random.Random, measured: bool) -> None:
 
 def commands(rng: random.Random, measured: bool) -> None:
     """Decoded commands against one slot table: it changes as promised or not at all."""
-    limits = SlotLimits(max_slots=4, num_blocks=12, block_size=4, max_length=24, max_rows=16, recurrent=rng.random() < 0.3)
+    recurrent = rng.random() < 0.3
+    limits = SlotLimits(
+        max_slots=4, num_blocks=12, block_size=4, max_length=24, max_rows=16, max_vision_rows=12, recurrent=recurrent
+    )
     table = SlotTable(limits)
     for _ in range(12):
         made = draft(rng, 2)

@@ -26,6 +26,8 @@ from protocol.commands import (
     PrefillChunk,
     Shutdown,
     Span,
+    Vision,
+    VisionGrid,
     Wanted,
     Warm,
     forward_command,
@@ -65,12 +67,13 @@ GOLDEN = [
     (Free(), 6, [], raw(16, b"\x80", seq_id=6)),
     (Warm(buckets=[1, 8]), BATCH, [], raw(15, b"\x81\xa7buckets\x92\x01\x08")),
     (
-        Alloc(token_budget=64, prefix_length=16, prefix_blocks=[4]),
+        Alloc(token_budget=64, prompt_length=33, prefix_length=16, prefix_blocks=[4]),
         2,
         [],
         raw(
             1,
-            b"\x85\xactoken_budget\x40\xa7adapter\x00\xaaowner_rank\x00\xadprefix_length\x10\xadprefix_blocks\x91\x04",
+            b"\x86\xactoken_budget\x40\xadprompt_length\x21\xa7adapter\x00\xaaowner_rank\x00"
+            b"\xadprefix_length\x10\xadprefix_blocks\x91\x04",
             seq_id=2,
         ),
     ),
@@ -83,6 +86,12 @@ GOLDEN = [
             b"\x85\xa6source\x01\xa6length\x11\xactoken_budget\x40\xadshared_blocks\x91\x04\xabblock_pairs\x91\x92\x05\x06",
             seq_id=2,
         ),
+    ),
+    (
+        Vision(grids=[VisionGrid(2, 3, 4), VisionGrid(500, 1, 6)], rows=6, skipped=1),
+        2,
+        [],
+        raw(7, b"\x83\xa5grids\x92\x93\x02\x03\x04\x93\xcd\x01\xf4\x01\x06\xa4rows\x06\xa7skipped\x01", seq_id=2),
     ),
     (Decode(spans=[span(3, 500, 1, True, True, Wanted.LAST)]), BATCH, [], raw(3, b"\x81\xa5spans\x91" + SPAN_DECODE)),
     (
@@ -166,10 +175,16 @@ def others(draw, version=2):
     choices = {
         Alloc: lambda: Alloc(
             token_budget=draw(positive),
+            prompt_length=draw(counts),
             adapter=draw(counts),
             owner_rank=draw(counts),
             prefix_length=draw(counts),
             prefix_blocks=draw(blocks),
+        ),
+        Vision: lambda: Vision(
+            grids=draw(st.lists(st.builds(VisionGrid, counts, positive, positive), min_size=1, max_size=4)),
+            rows=draw(counts),
+            skipped=draw(counts),
         ),
         Warm: lambda: Warm(buckets=draw(st.lists(positive, max_size=4))),
         Free: Free,
@@ -250,6 +265,10 @@ def spans_body(*parts):
     return msgspec.msgpack.encode({"spans": [list(part) for part in parts]})
 
 
+def vision_body(*grids):
+    return msgspec.msgpack.encode({"grids": [list(grid) for grid in grids], "rows": 12})
+
+
 ROW = (0, 0, 1, True, False, 0, [])
 MALFORMED = {
     "magic": (raw(18, b"\x80", magic=b"EPRX"), "magic"),
@@ -280,6 +299,13 @@ MALFORMED = {
     "batch command for a slot": (raw(18, b"\x80", seq_id=0), "seq_id is 0, PING needs the batch"),
     "forward for another slot": (raw(3, spans_body(ROW), seq_id=1), "seq_id is 1"),
     "forward of two spans for a slot": (raw(3, spans_body(ROW, (1, *ROW[1:])), seq_id=0), "seq_id is 0"),
+    "VISION for the batch": (raw(7, vision_body((2, 3, 4))), "seq_id is 4294967295, VISION needs a slot"),
+    "VISION without a grid": (raw(7, vision_body(), seq_id=0), "length >= 1"),
+    "a grid too short": (raw(7, vision_body((2, 3)), seq_id=0), "body of VISION"),
+    "a grid too long": (raw(7, vision_body((2, 3, 4, 1)), seq_id=0), "body of VISION"),
+    "a grid of no height": (raw(7, vision_body((2, 0, 4)), seq_id=0), "body of VISION"),
+    "a grid before the prompt": (raw(7, vision_body((-1, 3, 4)), seq_id=0), "body of VISION"),
+    "tokens of a VISION": (raw(7, vision_body((2, 3, 4)), [1], seq_id=0), "n_tokens is 1, VISION needs 0"),
     "no spans": (raw(3, b"\x81\xa5spans\x90"), "length >= 1"),
     "span too short": (raw(3, spans_body(ROW[:-1])), "body of DECODE"),
     "span too long": (raw(3, spans_body((*ROW, 0))), "body of DECODE"),

@@ -42,7 +42,7 @@ def from_info(info):
         case msgspec.inspect.StrType():
             return st.text(max_size=12)
         case msgspec.inspect.BytesType():
-            return st.binary(max_size=12)
+            return st.binary(min_size=info.min_length or 0, max_size=info.max_length or 12)
         case msgspec.inspect.BoolType():
             return st.booleans()
         case msgspec.inspect.NoneType():
@@ -77,7 +77,7 @@ def test_round_trip(name, kind):
 
 
 def test_golden_bytes():
-    assert encode(Stop(reason="r", grace=0.5)) == (b"\x92\x02\x83\xa4type\xa4Stop\xa6reason\xa1r\xa5grace\xcb\x3f\xe0\0\0\0\0\0\0")
+    assert encode(Stop(reason="r", grace=0.5)) == (b"\x92\x03\x83\xa4type\xa4Stop\xa6reason\xa1r\xa5grace\xcb\x3f\xe0\0\0\0\0\0\0")
     payload = encode(Loaded(rank=3))
     assert pack_blob(payload) == struct.pack("<II", len(payload), zlib.crc32(payload)) + payload
 
@@ -91,20 +91,20 @@ def envelope(*parts):
     [
         (b"", "envelope"),
         (b"\xc1", "envelope"),
-        (envelope(2), "envelope"),
-        (envelope(2, {"type": "Loaded", "rank": 0}, 2), "envelope"),
+        (envelope(3), "envelope"),
+        (envelope(3, {"type": "Loaded", "rank": 0}, 3), "envelope"),
         (envelope("2", {"type": "Loaded", "rank": 0}), "envelope"),
-        (envelope(3, {"type": "Loaded", "rank": 0}), "version is 3"),
-        (envelope(3, "of another shape"), "version is 3"),
-        (envelope(2, {"type": "Loaded", "rank": 0}) + b"\0", "trailing"),
-        (envelope(2, {"type": "Submit"}), "Submit"),
-        (envelope(2, {"type": "Nothing"}), "Nothing"),
-        (envelope(2, {"rank": 0}), "type"),
-        (envelope(2, {"type": "Loaded"}), "rank"),
-        (envelope(2, {"type": "Loaded", "rank": -1}), "rank"),
-        (envelope(2, {"type": "Loaded", "rank": 1.5}), "rank"),
-        (envelope(2, {"type": "Loaded", "rank": 0, "more": 1}), "unknown field"),
-        (b"\x92\x02" + b"\x91" * 5000, "message"),
+        (envelope(2, {"type": "Loaded", "rank": 0}), "version is 2"),
+        (envelope(2, "of another shape"), "version is 2"),
+        (envelope(3, {"type": "Loaded", "rank": 0}) + b"\0", "trailing"),
+        (envelope(3, {"type": "Submit"}), "Submit"),
+        (envelope(3, {"type": "Nothing"}), "Nothing"),
+        (envelope(3, {"rank": 0}), "type"),
+        (envelope(3, {"type": "Loaded"}), "rank"),
+        (envelope(3, {"type": "Loaded", "rank": -1}), "rank"),
+        (envelope(3, {"type": "Loaded", "rank": 1.5}), "rank"),
+        (envelope(3, {"type": "Loaded", "rank": 0, "more": 1}), "unknown field"),
+        (b"\x92\x03" + b"\x91" * 5000, "message"),
     ],
 )
 def test_what_is_not_a_message_of_the_table_is_refused(data, named):
@@ -115,7 +115,7 @@ def test_what_is_not_a_message_of_the_table_is_refused(data, named):
 @given(st.binary(max_size=60))
 @settings(max_examples=150, deadline=None)
 def test_noise_raises_nothing_else(noise):
-    for data in (noise, b"\x92\x02" + noise):
+    for data in (noise, b"\x92\x03" + noise):
         try:
             decode(ToCoordinator, data)
         except EpFrameCorrupt:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from protocol.ack import MESSAGE_BYTES, Ack, AckStatus, pack_ack, unpack_ack
-from protocol.commands import Span, Wanted
+from protocol.commands import Span, VisionGrid, Wanted
 from protocol.errors import EpDiverged
 from protocol.sections import differing, pack_sections, unpack_sections
 from protocol.slots import Change, SequenceState, SlotLimits, SlotStatus, SlotTable, apply, table_lines, table_sections
 from protocol.verdict import LinkLost, Ok, judge
 
-SECTIONS = {"slots": 1, "lengths": 2**64 - 1, "blocks": 0, "conv": 0xABCDEF, "h": 5, "routing": 2**40 + 7}
+SECTIONS = {
+    "slots": 1,
+    "lengths": 2**64 - 1,
+    "blocks": 0,
+    "conv": 0xABCDEF,
+    "h": 5,
+    "routing": 2**40 + 7,
+    "inputs": 2**33 + 8,
+    "rows": 9,
+}
 
 
 def ack(rank: int, digest: int, text: str) -> Ack:
@@ -18,7 +27,9 @@ def ack(rank: int, digest: int, text: str) -> Ack:
 
 def test_the_text_holds_the_low_half_of_each_section_and_fits_into_an_ack() -> None:
     text = pack_sections(SECTIONS)
-    assert text == "slots=00000001 lengths=ffffffff blocks=00000000 conv=00abcdef h=00000005 routing=00000007"
+    assert text == (
+        "slots=00000001 lengths=ffffffff blocks=00000000 conv=00abcdef h=00000005 routing=00000007 inputs=00000008 rows=00000009"
+    )
     assert len(text) < MESSAGE_BYTES
     assert {name: int(value, 16) for name, value in unpack_sections(text).items()} == {
         name: value % 2**32 for name, value in SECTIONS.items()
@@ -58,7 +69,17 @@ def test_every_fact_of_a_slot_is_in_one_section() -> None:
     base = table_sections(table())
     assert table_sections(table()) == base
     for section, changes in {
-        "slots": [{"status": SlotStatus.POISONED}, {"token_budget": 8}, {"shared_blocks": 1}, {"adapter": 1}, {"can_feed": False}],
+        "slots": [
+            {"status": SlotStatus.POISONED},
+            {"token_budget": 8},
+            {"shared_blocks": 1},
+            {"adapter": 1},
+            {"can_feed": False},
+            {"prompt_length": 5},
+            {"rows": 3},
+            {"skipped": 1},
+            {"grids": (VisionGrid(0, 1, 2),)},
+        ],
         "lengths": [{"length": 4}, {"length": 6}],
         "blocks": [{"blocks": [3, 2]}, {"blocks": [2]}, {"blocks": [2, 3, 4]}],
     }.items():
@@ -66,3 +87,5 @@ def test_every_fact_of_a_slot_is_in_one_section() -> None:
             altered = table_sections(table(**change))
             assert [name for name in base if base[name] != altered[name]] == [section], change
     assert table_lines(table()) == ["slot 1: ACTIVE, length 5 of 9, blocks 2,3 (0 shared)"]
+    with_images = table(grids=(VisionGrid(1, 1, 2), VisionGrid(6, 1, 2)), rows=4)
+    assert table_lines(with_images) == ["slot 1: ACTIVE, length 5 of 9, blocks 2,3 (0 shared), 2 grids of images to 8, 4 rows held"]

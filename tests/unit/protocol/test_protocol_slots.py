@@ -1,4 +1,4 @@
-"""The slot table against refusal tables, and against a tiny independent model under random commands."""
+"""The slot table against refusal tables."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from protocol.commands import BATCH, Alloc, Copy, Decode, Digest, Free, Mixed, Ping, PrefillChunk, Shutdown, Span, Wanted, Warm
+from protocol.commands import (
+    BATCH,
+    Alloc,
+    Copy,
+    Decode,
+    Digest,
+    Free,
+    Mixed,
+    Ping,
+    PrefillChunk,
+    Shutdown,
+    Span,
+    VisionGrid,
+    Wanted,
+    Warm,
+)
 from protocol.errors import EpCommandFailed, EpDiverged
 from protocol.slots import (
     SequenceState,
@@ -28,7 +40,9 @@ from protocol.slots import (
     undo,
 )
 
-LIMITS = SlotLimits(max_slots=4, num_blocks=12, block_size=4, max_length=24, max_rows=16, world=2, max_adapter=1)
+LIMITS = SlotLimits(
+    max_slots=4, num_blocks=12, block_size=4, max_length=24, max_rows=16, world=2, max_adapter=1, max_vision_rows=12
+)
 RECURRENT = SlotLimits(max_slots=4, num_blocks=12, block_size=4, max_length=24, max_rows=16, recurrent=True)
 
 
@@ -84,6 +98,7 @@ REFUSED = {
     "ALLOC past the longest sequence": (Alloc(token_budget=25), 3, "budget of slot 3 is 25"),
     "ALLOC of an unknown adapter": (Alloc(token_budget=8, adapter=2), 3, "adapter is 2"),
     "ALLOC of an unknown owner": (Alloc(token_budget=8, owner_rank=2), 3, "owner rank is 2"),
+    "ALLOC of a prompt past its budget": (Alloc(token_budget=8, prompt_length=9), 3, "prompt of 9 rows, the budget is 8"),
     "ALLOC with too few prefix blocks": (Alloc(token_budget=20, prefix_length=8, prefix_blocks=[0]), 3, "prefix of 8 rows with 1"),
     "ALLOC with part of a block": (Alloc(token_budget=20, prefix_length=3, prefix_blocks=[0]), 3, "prefix of 3 rows"),
     "ALLOC with a prefix of its whole budget": (Alloc(token_budget=8, prefix_length=8, prefix_blocks=[0, 1]), 3, "leaves none"),
@@ -230,6 +245,10 @@ def test_clear_all_is_the_start_of_an_epoch(table):
         (0, "adapter", 1),
         (0, "owner_rank", 1),
         (0, "can_feed", False),
+        (0, "prompt_length", 1),
+        (0, "rows", 1),
+        (0, "skipped", 1),
+        (0, "grids", (VisionGrid(0, 1, 2),)),
     ],
 )
 def test_digest_tells_every_field(table, slot, field, value):
@@ -276,6 +295,10 @@ def test_digest_tells_slots_apart_and_is_the_same_in_another_process(table):
         (lambda table: table[1].blocks.append(2), "block 2 has 2 users and is still written by slot 0"),
         (lambda table: table[0].blocks.pop(), "block 2 has 0 users, the index says 1"),
         (lambda table: table.writer.__setitem__(5, 1), "block 5 has writer 1, which does not hold it"),
+        (lambda table: setattr(table[0], "rows", 2), "slot 0: 2 rows of images held, 0 are due"),
+        (lambda table: setattr(table[0], "grids", (VisionGrid(9, 1, 2),)), "slot 0: 0 rows of images held, 2 are due"),
+        (lambda table: setattr(table[0], "grids", (VisionGrid(2, 1, 2), VisionGrid(3, 1, 1))), "grids .* are not in order"),
+        (lambda table: setattr(table, "vision_rows", 1), "slots hold 0 rows of images, the table says 1, the limit 12"),
         (lambda table: table.append(None), "table has 5 slots, not 4"),
     ],
 )
@@ -291,136 +314,3 @@ def test_tokens_are_in_the_vocabulary():
     for smallest, largest in [(-1, 3), (0, 10)]:
         with pytest.raises(EpCommandFailed, match="the vocabulary has 10"):
             check_tokens(smallest, largest, 10)
-
-
-class Slots(RuleBasedStateMachine):
-    """Random commands, valid and not, against a model of plain dicts that says only what the protocol's page says.
-
-    A block is free when no sequence names it, and may be shared when every row of it, in every sequence that names it, is there.
-    """
-
-    @initialize()
-    def start(self):
-        self.table = SlotTable(LIMITS)
-        self.model: dict[int, dict] = {}
-
-    def held(self):
-        return {block for sequence in self.model.values() for block in sequence["blocks"]}
-
-    def free_blocks(self):
-        return [block for block in range(LIMITS.num_blocks) if block not in self.held()]
-
-    def attempt(self, command, seq_id, allowed):
-        before = table_digest(self.table)
-        try:
-            change = prepare(command, seq_id, self.table, LIMITS)
-        except EpCommandFailed:
-            assert not allowed, command
-            assert table_digest(self.table) == before
-            return False
-        assert allowed, command
-        assert table_digest(self.table) == before
-        apply(change, self.table)
-        return True
-
-    @rule(slot=st.integers(0, 4), budget=st.integers(1, 25))
-    def alloc(self, slot, budget):
-        allowed = slot < 4 and slot not in self.model and budget <= 24
-        if self.attempt(Alloc(token_budget=budget), slot, allowed):
-            self.model[slot] = {"blocks": [], "length": 0, "budget": budget, "feed": False, "poisoned": False}
-
-    @rule(slot=st.integers(0, 3), source=st.integers(0, 3), count=st.integers(1, 3), budget=st.integers(1, 24))
-    def alloc_prefix(self, slot, source, count, budget):
-        """A prefix hit on another slot's first blocks."""
-        if source not in self.model or len(self.model[source]["blocks"]) < count:
-            return
-        blocks = self.model[source]["blocks"][:count]
-        full = all(
-            (sequence["blocks"].index(block) + 1) * 4 <= sequence["length"]
-            for sequence in self.model.values()
-            for block in blocks
-            if block in sequence["blocks"]
-        )
-        allowed = slot not in self.model and full and count * 4 < budget
-        if self.attempt(Alloc(token_budget=budget, prefix_length=count * 4, prefix_blocks=list(blocks)), slot, allowed):
-            self.model[slot] = {"blocks": list(blocks), "length": count * 4, "budget": budget, "feed": False, "poisoned": False}
-
-    @rule(slot=st.integers(0, 4))
-    def free(self, slot):
-        if self.attempt(Free(), slot, slot < 4):
-            self.model.pop(slot, None)
-
-    @rule(data=st.data())
-    def forward(self, data):
-        slots = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True))
-        free = self.free_blocks()
-        spans, allowed, rows = [], True, 0
-        for slot in slots:
-            sequence = self.model.get(slot, {"blocks": [], "length": 0, "budget": 0, "feed": False, "poisoned": False})
-            length = data.draw(st.integers(1, 9))
-            fed = data.draw(st.booleans())
-            end = sequence["length"] + length
-            need = max(0, -(-end // 4) - len(sequence["blocks"]))
-            count = max(0, need + data.draw(st.sampled_from([0, 0, 0, 0, -1, 1])))
-            blocks = [free.pop(0) if free else 0 for _ in range(count)]
-            total = len(sequence["blocks"]) + count
-            rows += length
-            allowed &= slot in self.model and not sequence["poisoned"] and end <= sequence["budget"]
-            allowed &= sequence["feed"] or not fed
-            allowed &= total * 4 >= end and (not count or total <= -(-sequence["budget"] // 4))
-            allowed &= not (set(blocks) & self.held()) and len(set(blocks)) == count
-            spans.append(span(slot, sequence["length"], length, blocks, fed, data.draw(st.booleans())))
-        given_blocks = [block for part in spans for block in part.new_blocks]
-        allowed &= len(set(given_blocks)) == len(given_blocks) and rows <= 16
-        if self.attempt(Mixed(spans=spans), BATCH, allowed):
-            for part in spans:
-                sequence = self.model[part.slot]
-                sequence["length"] += part.length
-                sequence["blocks"] += part.new_blocks
-                sequence["feed"] = part.sampled
-
-    @rule(slot=st.integers(0, 3), source=st.integers(0, 3), length=st.integers(1, 12), budget=st.integers(1, 24))
-    def copy(self, slot, source, length, budget):
-        if source not in self.model:
-            return
-        origin = self.model[source]
-        free = self.free_blocks()
-        shared = origin["blocks"][: length // 4]
-        pairs = [(origin["blocks"][length // 4], free[0])] if length % 4 and free and length <= origin["length"] else []
-        allowed = (
-            slot not in self.model
-            and not origin["poisoned"]
-            and length <= min(origin["length"], budget)
-            and (len(pairs) == 1) == (length % 4 > 0)
-        )
-        command = Copy(source=source, length=length, token_budget=budget, shared_blocks=shared, block_pairs=pairs)
-        if self.attempt(command, slot, allowed):
-            blocks = [*shared, *(block for _, block in pairs)]
-            self.model[slot] = {"blocks": blocks, "length": length, "budget": budget, "feed": False, "poisoned": False}
-
-    @rule(slot=st.integers(0, 3))
-    def fail(self, slot):
-        """A forward that ran and failed on every rank."""
-        if slot in self.model:
-            poison(Decode(spans=[span(slot, 0, 1)]), self.table)
-            self.model[slot] |= {"poisoned": True, "feed": False}
-
-    @invariant()
-    def table_is_the_model(self):
-        check_integrity(self.table, LIMITS)
-        found = {
-            slot: {
-                "blocks": state.blocks,
-                "length": state.length,
-                "budget": state.token_budget,
-                "feed": state.can_feed,
-                "poisoned": state.status is SlotStatus.POISONED,
-            }
-            for slot, state in enumerate(self.table)
-            if state is not None
-        }
-        assert found == self.model
-
-
-Slots.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
-TestSlots = Slots.TestCase
