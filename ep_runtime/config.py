@@ -20,6 +20,7 @@ PER_PROCESS = SECRETS | {"model", "tokenizer", "threads", "host", "port", "log_l
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+HostEntry = Annotated[str, Field(pattern=r"^[A-Za-z0-9.*\[\]:-]+$")]
 
 
 class RuntimeConfig(BaseModel):
@@ -45,6 +46,13 @@ class RuntimeConfig(BaseModel):
     block_size: int = Field(16, ge=1, le=256, description="tokens in one block of key/value cache")
     num_blocks: Count | None = Field(None, description="blocks of key/value cache; None: derived from memory")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of device memory that the runtime may take")
+    max_image_tokens: Count | None = Field(
+        None,
+        description="image tokens of one prompt, and of all prompts that are computed at once; None: max_model_len, at most 16384",
+    )
+    image_cache_bytes: int | None = Field(
+        None, ge=0, description="rows of encoded images that the head keeps; None: 1 GiB on GPU, 256 MiB on CPU"
+    )
     max_queue: Count = Field(256, description="sequences that may wait before new ones get 429")
     max_request_bytes: int = Field(4 * 2**20, ge=1024, description="largest HTTP request body in bytes")
 
@@ -69,6 +77,18 @@ class RuntimeConfig(BaseModel):
     )
     tool_call_parser: str | None = Field(None, min_length=1, description="format of tool calls in the model's text; None: by model")
     reasoning_parser: str | None = Field(None, min_length=1, description="format of reasoning in the model's text; None: by model")
+
+    # Images
+    image_url_hosts: tuple[HostEntry, ...] = Field(
+        (),
+        description="hosts that images are fetched from: NAME, *.NAME or * for any, with :PORT or without; none: no URL is fetched",
+    )
+    image_dir: str | None = Field(None, min_length=1, description="folder below which file:// URLs may lie; None: nowhere")
+    max_images: int = Field(16, ge=0, description="images and videos in one request")
+    max_image_bytes: int = Field(20 * 2**20, ge=1024, description="largest encoded image or video in bytes")
+    max_image_pixels: int = Field(4 * 2**20, ge=1024, description="pixels of an image after resizing, if the model allows more")
+    max_image_request_bytes: int = Field(64 * 2**20, ge=1024, description="largest HTTP request body that may have images in it")
+    image_memory_bytes: int = Field(2**30, ge=1024, description="decoded images of unfinished requests before new ones get 429")
 
     # Ranks
     world_size: Count | None = Field(None, description="ranks in all; None: what torchrun says, else 1")
@@ -166,8 +186,8 @@ def resolve(config: RuntimeConfig, facts: Facts) -> RuntimeConfig:
     """The configuration with every "chosen at start" that does not depend on the model filled in.
 
     Raises `ValueError` (a `pydantic.ValidationError` is one) when the result contradicts itself. What depends on the model
-    (`max_model_len`, `num_blocks`) is derived from its spec by the engines, alike on every rank; what depends on the host is left
-    to `localise`.
+    (`max_model_len`, `num_blocks`, `max_image_tokens`) is derived from its spec by the engines, alike on every rank; what depends
+    on the host is left to `localise`.
     """
     device = config.device if config.device != "auto" else ("cuda" if facts.gpus else "cpu")
     on_gpu = device == "cuda"
@@ -181,6 +201,7 @@ def resolve(config: RuntimeConfig, facts: Facts) -> RuntimeConfig:
         "served_model_name": config.served_model_name or config.model.rstrip("/"),
         "max_num_seqs": slots,
         "max_num_batched_tokens": config.max_num_batched_tokens or max(slots, 8192 if on_gpu else 512),
+        "image_cache_bytes": _image_cache(config.image_cache_bytes, on_gpu),
         "forward_mode": config.forward_mode or ("graph" if on_gpu else "eager"),
         "world_size": world,
         "coordinator_host": None if one_host else config.coordinator_host or facts.master_addr,
@@ -189,6 +210,10 @@ def resolve(config: RuntimeConfig, facts: Facts) -> RuntimeConfig:
     if not one_host and config.token is None:
         raise ValueError(f"coordinator_host {chosen['coordinator_host']} lets ranks of other hosts join, but no token is set")
     return RuntimeConfig.model_validate(config.model_dump() | chosen)
+
+
+def _image_cache(asked: int | None, on_gpu: bool) -> int:
+    return asked if asked is not None else 2**30 if on_gpu else 2**28
 
 
 def localise(config: RuntimeConfig, *, model: str, cores: int, local_world: int, token: str | None) -> RuntimeConfig:

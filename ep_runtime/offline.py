@@ -30,7 +30,7 @@ from ep_runtime.engine.main import pick_device
 from ep_runtime.engine.port import LocalPort
 from ep_runtime.engine.rank import load_rank
 from ep_runtime.engine.sampler import Sampler
-from ep_runtime.engine.setup import scheduler_limits, warm_buckets
+from ep_runtime.engine.setup import image_encoder, scheduler_limits, warm_buckets
 from ep_runtime.frontend.choice import Choice, ChoiceParts
 from ep_runtime.frontend.sampling import derive_seed
 from ep_runtime.frontend.text.detokenizer import IncrementalDetokenizer
@@ -39,9 +39,10 @@ from ep_runtime.frontend.text.tokenizer import Tokenizer
 from ep_runtime.scheduler.scheduler import Scheduler
 from ep_runtime.supervise.place import Place, read_facts, read_place
 from model.parallel import Parallel
+from model.spec import ModelSpec
 from protocol import messages
 from protocol.listener import Listener
-from protocol.messages import Abort, Results, SequenceUpdate, Submit, TokenLogprobs
+from protocol.messages import Abort, Results, SequenceUpdate, Submit, TokenLogprobs, VisionInput
 
 Prompt = str | Sequence[int]
 
@@ -151,11 +152,17 @@ class LLM:
             port=self._port,
             epoch=0,
             digest_interval=config.digest_interval,
+            encoder=image_encoder(rank, self._epoch.executor),
         )
         self.head.warm(warm_buckets(rank), config.warm_timeout)
         self._collectors: dict[str, _Collector] = {}
         self._closed = self._broken = False
         self._at_exit = _close_at_exit(self)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's sizes and limits; `spec.vision` is None for a model that takes no images."""
+        return self._rank.spec
 
     def __enter__(self) -> Self:
         return self
@@ -164,9 +171,16 @@ class LLM:
         self.close()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        images: Sequence[VisionInput] | Sequence[Sequence[VisionInput]] | None = None,
     ) -> list[RequestOutput]:
         """Run all prompts (text or token ids) and return their outputs in order.
+
+        `images` has a list for each prompt, empty for one of text alone, or is the list of the only prompt, given as itself. A
+        prompt with images is token ids with a placeholder for each row of each image, and an image says where its rows start:
+        `ep_runtime.engine.vision.inputs.vision_input` makes one from pixels and `spec.vision` of this `LLM`.
 
         An exception that cuts it short in the middle, an interrupt among them, leaves an `LLM` that can only be closed: the ranks
         may have been in a command.
@@ -177,7 +191,8 @@ class LLM:
         """
         if self._closed or self._broken:
             raise RuntimeError("this LLM is closed" if self._closed else "an earlier call was cut short; make a new LLM")
-        batch: list[Prompt] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        single = isinstance(prompts, str) or _is_ids(prompts)
+        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
         chosen = params if params is not None else SamplingParams()
         each = [chosen] * len(batch) if isinstance(chosen, SamplingParams) else list(chosen)
         if len(each) != len(batch):
@@ -185,6 +200,7 @@ class LLM:
         unserved = [number for number, params in enumerate(each) if params.n < 1]
         if unserved:
             raise ValueError(f"prompt {unserved[0]} asks for n = {each[unserved[0]].n} samples")
+        shown = _images_of(images, len(batch), single=single)
         outputs = [self._open(number, prompt) for number, prompt in enumerate(batch)]
         groups = [f"prompt-{next(self._ids)}" for _ in outputs]
         pending = [(number, sample, params) for number, params in enumerate(each) for sample in range(params.n)]
@@ -194,7 +210,7 @@ class LLM:
             while pending or self._collectors:
                 while pending and len(self._collectors) < self._most_alive:
                     number, sample, sampling = pending.pop()
-                    self._submit(outputs[number], groups[number], sample, sampling, seeds[number])
+                    self._submit(outputs[number], groups[number], sample, sampling, seeds[number], shown[number])
                 self.head.turn(idle_wait_s=0.0)
         except BaseException:
             self._broken = True
@@ -210,6 +226,8 @@ class LLM:
         self._collectors.clear()
         with ExitStack() as stack:
             stack.callback(self._rank.loaded.close)
+            if self._rank.images is not None:
+                stack.callback(self._rank.images.clear)
             stack.callback(self._epoch.close)
             stack.callback(self._links.close)
             if not self._broken:
@@ -226,14 +244,22 @@ class LLM:
             raise ValueError(f"prompt {number} has {len(ids)} tokens; 1 to {self.max_model_len - 1} fit max_model_len")
         return RequestOutput(prompt=prompt if isinstance(prompt, str) else None, prompt_token_ids=ids, outputs=[])
 
-    def _submit(self, output: RequestOutput, group: str, sample: int, params: SamplingParams, seed: int) -> None:
+    def _submit(
+        self,
+        output: RequestOutput,
+        group: str,
+        sample: int,
+        params: SamplingParams,
+        seed: int,
+        images: list[VisionInput],
+    ) -> None:
         completion = Completion(index=sample)
         output.outputs.append(completion)
         request_id = f"sample-{next(self._ids)}"
         ids = output.prompt_token_ids
         self._collectors[request_id] = _Collector(output, completion, params, self.tokenizer)
         sampling = params.for_sample(seed, sample, self.max_model_len - len(ids))
-        self._port.send(Submit(request_id=request_id, group=group, prompt=ids, sampling=sampling))
+        self._port.send(Submit(request_id=request_id, group=group, prompt=ids, sampling=sampling, images=images))
 
     def _take(self, results: Results) -> None:
         for update in results.updates:
@@ -328,6 +354,19 @@ def _meet(place: Place, config: RuntimeConfig) -> tuple[Listener | None, EpochPl
         )
     address, links, token = meeting.get(key).decode().split()
     return None, EpochPlace(epoch=0, world=place.world, store=address, links=links, token=token, host=host), None
+
+
+def _images_of(
+    images: Sequence[VisionInput] | Sequence[Sequence[VisionInput]] | None, prompts: int, *, single: bool
+) -> list[list[VisionInput]]:
+    """The images of each prompt."""
+    if images is None:
+        return [[] for _ in range(prompts)]
+    if single and all(isinstance(image, VisionInput) for image in images):
+        return [list(images)]  # type: ignore[arg-type]
+    if len(images) != prompts:
+        raise ValueError(f"{prompts} prompts, but {len(images)} lists of images")
+    return [list(of_one) for of_one in images]  # type: ignore[arg-type]
 
 
 def _is_ids(prompts: object) -> bool:

@@ -61,22 +61,31 @@ class Broadcaster:
     ) -> None:
         """Run one command on all ranks; returns when each has launched it. `deadline_s` is for commands with their own.
 
+        The rows of a VISION have been offered to the executor before; whatever happens, none are on offer afterwards.
+
         Raises:
             EpCommandFailed: it failed alike on every rank, was voted down before anything changed, or could not be sent at all.
             EpLinkLost: the epoch is over. It names rank, step, command and phase; its cause is what was raised here, if anything.
         """
+        try:
+            self._run(command, seq_id, tokens, choose or _never, flags, self._deadline_s if deadline_s is None else deadline_s)
+        finally:
+            self._executor.release()
+
+    def _run(self, command: Body, seq_id: int, tokens: Sequence[int], choose: Choose, flags: int, deadline_s: float) -> None:
+        self._executor.check_offer(command)
         array = np.asarray(tokens, dtype=np.int32)
         data = encode(command, seq_id, array, epoch=self._epoch, step=self.step, version=self._version, flags=flags)
         step, self.step = self.step, self.step + 1
         self._page.begin_command(step, command.cmd)
-        deadline = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
+        deadline = time.monotonic() + deadline_s
         try:
             self._links.send(data, deadline)
             if isinstance(command, Shutdown):
                 self._page.enter(Phase.ACKNOWLEDGING)
                 self._links.collect(step, deadline, leaving=True)
             else:
-                self._run_everywhere(decode(data, version=self._version), choose or _never, deadline)
+                self._run_everywhere(decode(data, version=self._version), choose, deadline)
         except EpLinkLost as lost:
             raise located(lost, 0, self._page) from (lost.__cause__ or lost)
 

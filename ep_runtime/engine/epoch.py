@@ -83,6 +83,7 @@ class RankEpoch:
             max_length=rank.max_model_len,
             max_rows=config.max_num_batched_tokens or 0,
             world=place.world,
+            max_vision_rows=rank.max_image_tokens,
             recurrent=not rank.spec.rewindable,
         )
         self.slots = SlotTable(self.limits)
@@ -95,7 +96,13 @@ class RankEpoch:
             device=rank.device,
         )
         self.executor = Executor(
-            rank.loaded.model, self.state, comm, self.limits, rank.device, graphs=config.forward_mode == "graph"
+            rank.loaded.model,
+            self.state,
+            comm,
+            self.limits,
+            rank.device,
+            dtype=rank.dtype,
+            graphs=config.forward_mode == "graph",
         )
 
     def close(self) -> None:

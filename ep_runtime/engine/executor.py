@@ -17,10 +17,13 @@ from ep_runtime.engine.block_tables import BlockTables
 from ep_runtime.engine.digest import StateDigest, log_slots
 from ep_runtime.engine.graphs import DecodeGraphs
 from ep_runtime.engine.staging import upload
+from ep_runtime.engine.vision.forward import batch_positions, inserted_rows, placeholder_fault
+from ep_runtime.engine.vision.rows import VisionRows
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
-from model.state.checksum import mix
-from protocol.commands import Alloc, Copy, Digest, Forward, Wanted, Warm
+from model.state.checksum import checksum, combine, mix
+from protocol.commands import Alloc, Body, Copy, Digest, Forward, Free, Vision, Wanted, Warm
+from protocol.errors import EpCommandFailed
 from protocol.preamble import RECORD_ROUTING
 from protocol.sections import pack_sections
 from protocol.slots import (
@@ -57,7 +60,7 @@ Choose = Callable[[ForwardOutput, Forward], torch.Tensor]
 
 
 class Executor:
-    """Owns the device side of one rank's slots: caches, recurrent state, and each slot's last sampled token."""
+    """Owns the device side of one rank's slots: caches, recurrent state, each slot's last sampled token, and rows of images."""
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class Executor:
         limits: SlotLimits,
         device: torch.device,
         *,
+        dtype: torch.dtype,
         graphs: bool = False,
     ) -> None:
         self.comm = comm
@@ -76,7 +80,11 @@ class Executor:
         self._device = device
         self._last_tokens = torch.zeros(limits.max_slots, dtype=torch.int64, device=device)
         self._routing_digest = 0
-        self._vocab_size = model.spec().vocab_size
+        self._inputs_digest = 0
+        spec = model.spec()
+        self._vocab_size = spec.vocab_size
+        self._vision = spec.vision
+        self.rows = VisionRows(limits.max_slots, 0 if spec.vision is None else spec.vision.row_width, dtype, device)
         self._tables: BlockTables | None = None
         self._graphs: DecodeGraphs | None = None
         if graphs and not model.static_decode(limits.block_size):
@@ -93,17 +101,42 @@ class Executor:
                 max_length=limits.max_length,
             )
 
+    def offer_rows(self, rows: torch.Tensor) -> None:
+        """On the head: `rows [n, row_width]` in the model's dtype are those of the next command, which is a VISION.
+
+        That command takes them, whatever becomes of it. Raises ValueError for another width, dtype or device.
+        """
+        self.rows.offer(rows)
+
+    def check_offer(self, command: Body) -> None:
+        """On the head, before anything is sent: raise EpCommandFailed unless `command` has as many rows as are on offer."""
+        self.rows.check_offer(command.rows if isinstance(command, Vision) else 0)
+
     def prepare(self, frame: Frame, slots: SlotTable) -> Change:
-        """Validate `frame`'s command against the slot table.
+        """Validate `frame`'s command against the slot table. VISION's memory is reserved, until it is kept or released.
 
         Raises:
             EpCommandFailed: it cannot be run; nothing has changed.
             EpDiverged: it does not continue the state that this rank has.
         """
-        change = prepare(frame.command, frame.preamble.seq_id, slots, self.limits)
+        command = frame.command
+        change = prepare(command, frame.preamble.seq_id, slots, self.limits)
         if len(frame.tokens):
             check_tokens(int(frame.tokens.min()), int(frame.tokens.max()), self._vocab_size)
+        if self._vision is not None and isinstance(command, Forward):
+            fault = placeholder_fault(command, frame.tokens, slots, self._vision.placeholders)
+            if fault is not None:
+                raise EpCommandFailed(fault)
+            self.rows.check_held(command.spans, slots, self.comm.rank)
+        elif isinstance(command, Vision):
+            if self._vision is None:
+                raise EpCommandFailed("VISION: this model takes no images")
+            self.rows.reserve(command.rows)
         return change
+
+    def release(self) -> None:
+        """Let go of what `prepare` has reserved for a command, or the head has offered it, and it has not taken."""
+        self.rows.release()
 
     @torch.inference_mode()
     def execute(self, frame: Frame, change: Change, slots: SlotTable, choose: Choose) -> None:
@@ -111,12 +144,21 @@ class Executor:
         command = frame.command
         if self._tables is not None:
             _note_blocks(self._tables, change, slots)
+        images = slots.vision_rows > 0
         apply(change, slots)
         match command:
             case Forward():
-                self._forward(frame, command, slots, choose)
+                try:
+                    self._forward(frame, command, slots, choose, images)
+                finally:
+                    self.rows.pass_by(command.spans, slots)
             case Alloc():
+                self.rows.drop(frame.preamble.seq_id)
                 self._state.zero_slot(frame.preamble.seq_id)
+            case Free():
+                self.rows.drop(frame.preamble.seq_id)
+            case Vision():
+                self._show(frame.preamble.seq_id, command)
             case Copy():
                 self._copy(frame.preamble.seq_id, command)
             case Warm():
@@ -127,13 +169,14 @@ class Executor:
                 pass  # the others move the table alone, or nothing
 
     def close(self) -> None:
-        """Leave the communicator, after which nothing runs on the device, and drop the graphs."""
+        """Leave the communicator, after which nothing runs on the device, and drop graphs and rows of images."""
         self.comm.close()
+        self.rows.close()
         if self._graphs is not None:
             self._graphs.close()
 
     def digest(self, slots: SlotTable) -> StateDigest:
-        """What this rank holds: the slot table, the live recurrent states and the last recorded routing.
+        """What this rank holds: the slot table, the live recurrent states, rows of images, and the last recorded forward.
 
         When no slot is held, the table's index of blocks and the state's tensors are checked, too.
 
@@ -143,22 +186,24 @@ class Executor:
         """
         # A failed forward leaves its slots' state as each rank had got to: unknown, and not to be compared.
         live = [s.slot for s in slots if s is not None and s.status is SlotStatus.ACTIVE]
-        sections = table_sections(slots) | self._state.sections(live) | {"routing": self._routing_digest}
+        sections = table_sections(slots) | self._state.sections(live)
+        sections |= {"routing": self._routing_digest, "inputs": self._inputs_digest, "rows": self.rows.digest(slots)}
         if all(state is None for state in slots):
             check_integrity(slots, self.limits)
             self._state.check_integrity()
+            self.rows.check_integrity(slots)
         return StateDigest(mix(sections.values()), pack_sections(sections))
 
-    def _forward(self, frame: Frame, command: Forward, slots: SlotTable, choose: Choose) -> None:
+    def _forward(self, frame: Frame, command: Forward, slots: SlotTable, choose: Choose, images: bool) -> None:
+        """One forward. `images`: some slot held rows of images before it."""
         routing = bool(frame.preamble.flags & RECORD_ROUTING)
-        output = None if routing else self._replay(command, frame.tokens, slots)
+        output = None if routing else self._replay(command, frame.tokens, slots, images)
         if output is None:
-            batch = self._batch(command, frame.tokens, slots)
+            batch = self._batch(command, frame.tokens, slots, images)
             batch.routing = routing
             output = self._model.forward(batch, self._state, self.comm)
-        if output.routing is not None:
-            self.comm.settle()
-            self._routing_digest = _tensor_digest(output.routing)
+        if routing:
+            self._record(output)
         if any(span.wanted is not Wanted.NONE for span in command.spans):
             tokens = choose(output, command)
             sampled = [span.slot for span in command.spans if span.sampled]
@@ -168,7 +213,22 @@ class Executor:
             (index,) = upload([np.array(sampled, np.int64)], self._device)
             self._last_tokens.index_copy_(0, index, tokens)
 
-    def _replay(self, command: Forward, tokens: np.ndarray, slots: SlotTable) -> ForwardOutput | None:
+    def _record(self, output: ForwardOutput) -> None:
+        """Keep digests of what a forward was asked to record."""
+        self.comm.settle()
+        if output.routing is not None:
+            self._routing_digest = _tensor_digest(output.routing)
+        if output.inputs is not None:
+            self._inputs_digest = combine([checksum(output.inputs)])
+
+    def _show(self, slot: int, command: Vision) -> None:
+        """The head's rows go to every rank; the slot keeps them."""
+        rows = self.rows.filled()
+        if rows is not None:
+            self.comm.broadcast(rows)
+        self.rows.keep(slot, command)
+
+    def _replay(self, command: Forward, tokens: np.ndarray, slots: SlotTable, images: bool) -> ForwardOutput | None:
         """A step of single rows that all want logits, from its graph; None when it is another kind of step, or has no graph."""
         spans = command.spans
         if self._graphs is None or not all(span.length == 1 and span.wanted is Wanted.LAST for span in spans):
@@ -176,21 +236,24 @@ class Executor:
         step = self._graphs.bucket(len(spans))
         if step is None:
             return None
+        if images and any(_active(slots, span.slot).before_image_end(span.start) for span in spans):
+            return None  # a row of a prompt, whose input or position is an image's
         given = iter(tokens.tolist())
         size = self.limits.block_size
+        shifts = self.rows.shifts
         return self._graphs.run(
             step,
             (
                 [0 if span.fed else next(given) for span in spans],
                 [span.slot if span.fed else -1 for span in spans],
-                [span.start for span in spans],
+                [span.start + shifts[span.slot] for span in spans],
                 [span.slot for span in spans],
                 [span.start + 1 for span in spans],
                 [_active(slots, s.slot).blocks[s.start // size] * size + s.start % size for s in spans],
             ),
         )
 
-    def _batch(self, command: Forward, tokens: np.ndarray, slots: SlotTable) -> ForwardBatch:
+    def _batch(self, command: Forward, tokens: np.ndarray, slots: SlotTable, images: bool) -> ForwardBatch:
         spans = command.spans
         lengths = np.fromiter((s.length for s in spans), dtype=np.int64, count=len(spans))
         first_rows = np.cumsum(lengths) - lengths
@@ -199,6 +262,8 @@ class Executor:
         if fed_rows:
             ids.index_copy_(0, rows, self._last_tokens.index_select(0, sources))
         states = [_active(slots, s.slot) for s in spans]
+        shifts = [self.rows.shifts[s.slot] for s in spans]
+        shifted = images or any(shifts)
         return ForwardBatch.from_spans(
             query_lens=lengths.tolist(),
             seq_lens=[s.start + s.length for s in spans],
@@ -209,11 +274,14 @@ class Executor:
             token_ids=ids,
             block_size=self.limits.block_size,
             device=self._device,
+            positions=batch_positions(spans, states, shifts, first_rows, lengths) if shifted else None,
+            inserted=inserted_rows(spans, states, self.rows.held, first_rows) if images else None,
         )
 
     def _copy(self, target: int, command: Copy) -> None:
         self._state.copy_slot(command.source, target)
         self._state.copy_blocks(command.block_pairs)
+        self.rows.copy(command.source, target)
         self._last_tokens[target] = self._last_tokens[command.source]
 
     def _warm(self, command: Warm) -> None:

@@ -2,7 +2,7 @@
 
 Step n+1 is planned and launched while step n is on the device; results are read when they are ready, and awaited only when two
 steps are under way. On a CPU a launched step is a finished one, so its results are read before the next plan is made. A suspect's
-step is alone on the device, and the progress page names it meanwhile.
+step is alone on the device, and the progress page names it meanwhile. Images are encoded between steps, a slice for each.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from ep_runtime.engine.port import FrontendLost, Received, Undecodable
 from ep_runtime.engine.requests import RequestTable
 from ep_runtime.engine.sampling.checks import mask_fault, submission_fault
 from ep_runtime.engine.step_sampling import StepSampling
-from ep_runtime.scheduler.core import Plan, SchedulerError
+from ep_runtime.engine.vision.checks import images_fault
+from ep_runtime.engine.vision.encoder import WantedImage
+from ep_runtime.scheduler.core import Plan, SchedulerError, SlotAlloc
 from ep_runtime.scheduler.results import refused
-from protocol.commands import BATCH, Alloc, Digest, Free, Ping, Shutdown, Warm, forward_command
+from protocol.commands import BATCH, Alloc, Digest, Free, Ping, Shutdown, Vision, VisionGrid, Warm, forward_command
 from protocol.errors import EpCommandFailed, EpDiverged, EpLinkLost
 from protocol.messages import Abort, EngineStats, Mask, Results, SequenceUpdate, Submit, Takeover
 from protocol.preamble import RECORD_ROUTING
@@ -31,6 +33,7 @@ from protocol.progress import Phase, ProgressPage
 if TYPE_CHECKING:
     from ep_runtime.engine.port import Port
     from ep_runtime.engine.sampler import Sampler
+    from ep_runtime.engine.vision.encoder import ImageEncoder
     from ep_runtime.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -69,6 +72,7 @@ class Head:
         page: ProgressPage | None = None,
         check_epoch: Callable[[], None] = lambda: None,
         announce: Callable[[], None] = lambda: None,
+        encoder: ImageEncoder | None = None,
     ) -> None:
         self.epoch = epoch
         self.requests = RequestTable()
@@ -83,6 +87,7 @@ class Head:
         self._page = page if page is not None else ProgressPage()
         self._check_epoch = check_epoch
         self._announce = announce
+        self._encoder = encoder
         self._last_announce = -SIGN_OF_LIFE_S
         self._last_command = time.monotonic()
         self._last_publish = 0.0
@@ -131,14 +136,21 @@ class Head:
         self._reject_late_masks()
         while self._in_flight and self._read_when_ready and self._in_flight[0].ready():
             self._read()
-        plan = self._scheduler.plan() if self._may_launch() else None
-        self._resting = plan is None and not self._in_flight
+        may_launch = self._may_launch()
+        encoding = may_launch and self._encode()
+        plan = self._plan() if may_launch else None
+        self._resting = plan is None and not self._in_flight and not encoding
         if plan is not None:
             self._launch(plan)
         elif self._in_flight:
             self._read()
         else:
             self._rest()
+            if encoding and self._encoder is not None:
+                self._await(self._encoder.ready)
+
+    def _plan(self) -> Plan | None:
+        return self._scheduler.plan() if self._encoder is None else self._scheduler.plan(self._encoder.cache)
 
     def shutdown(self) -> None:
         """End what is left as aborted, free every slot, and let the workers leave. New requests are refused from here on."""
@@ -146,6 +158,8 @@ class Head:
         self._scheduler.abort(self.requests.ids())
         while not self.idle:
             self.turn(idle_wait_s=0.0)
+        if self._encoder is not None:
+            self._encoder.drop()
         self._publish(self._scheduler.drain_updates())
         self._broadcaster.run(Shutdown(), BATCH)
 
@@ -200,7 +214,7 @@ class Head:
         elif not request_id.startswith(self._owner):
             # What a frontend had sent before it died may arrive behind its successor's first word.
             answer = refused(request_id, "its frontend is gone", 503)
-        elif (fault := submission_fault(message, self._sampler.vocab_size)) is not None:
+        elif (fault := self._fault(message)) is not None:
             answer = refused(request_id, fault, 400)
         else:
             answer = self._scheduler.submit(message)
@@ -208,6 +222,42 @@ class Head:
             self.requests.add(message)
         else:
             self._publish([answer])
+
+    def _fault(self, message: Submit) -> str | None:
+        vision = None if self._encoder is None else self._encoder.spec
+        return submission_fault(message, self._sampler.vocab_size) or images_fault(message, vision)
+
+    # Encoding
+
+    def _encode(self) -> bool:
+        """Launch one slice of the images that come next, if another may be launched. False when nothing is to be encoded.
+
+        A request whose image cannot be encoded gets the error. A suspect's slices are alone on the device, like its steps.
+        """
+        encoder = self._encoder
+        if encoder is None:
+            return False
+        if not any(request_id in self.requests for request_id in encoder.requests):
+            encoder.drop()
+        if not encoder.busy and self._scheduler.images_due:
+            wanted = self._scheduler.next_images(encoder.cache.capacity_rows, encoder.cache)
+            encoder.begin([WantedImage(w.request_id, self.requests[w.request_id].images[w.index], w.alone) for w in wanted])
+        if encoder.busy and encoder.suspect:
+            self._read_all()
+            self._await(encoder.done)
+            self._page.set_alone(encoder.suspect)
+            self._advance(encoder)
+            self._await(encoder.done)
+            self._page.set_alone("")
+        elif encoder.busy and encoder.ready():
+            self._advance(encoder)
+        return encoder.busy or self._scheduler.images_due
+
+    def _advance(self, encoder: ImageEncoder) -> None:
+        self._page.enter(Phase.EXECUTING)
+        for failure in encoder.advance():
+            self._scheduler.reject([failure.request_id], failure.message, failure.status)
+        self._publish(self._scheduler.drain_updates())
 
     # Launching
 
@@ -222,6 +272,8 @@ class Head:
         self._checked = False
         if plan.alone:
             self._read_all()
+            if self._encoder is not None:
+                self._await(self._encoder.done)
         for slot in plan.frees:
             self._broadcaster.run(Free(), slot)
             if slot in self._sampling_slots:
@@ -236,34 +288,49 @@ class Head:
                 digest_due = self._forward(plan)
         if plan.alone:
             if self._in_flight:
-                self._await(self._in_flight[0])
+                self._await(self._in_flight[0].ready)
             self._page.set_alone("")
             self._read_all()
         if digest_due:
             self._compare()
 
     def _allocate(self, plan: Plan) -> bool:
-        """ALLOC every new slot. A request whose ALLOC is voted down gets the error, and the plan is made again without it."""
+        """ALLOC every new slot, and show it its images.
+
+        A request for which that is voted down gets the error, and the plan is made again without it.
+        """
         allocated: list[int] = []
         for alloc in plan.allocs:
             command = Alloc(
                 token_budget=alloc.token_budget,
+                prompt_length=alloc.prompt_length,
                 adapter=alloc.adapter,
                 prefix_length=alloc.prefix_length,
                 prefix_blocks=list(alloc.prefix_blocks),
             )
             try:
                 self._broadcaster.run(command, alloc.slot)
+                allocated.append(alloc.slot)
+                self._show(alloc)
             except EpCommandFailed as error:
                 self._scheduler.discard(plan, allocated)
                 self._scheduler.reject([alloc.request_id], str(error))
                 return False
-            allocated.append(alloc.slot)
             request = self.requests[alloc.request_id]
             generated = self._scheduler.generated(alloc.request_id)
             self._sampler.start(alloc.slot, request.sampling, request.prompt, generated)
             self._sampling_slots.add(alloc.slot)
         return True
+
+    def _show(self, alloc: SlotAlloc) -> None:
+        """VISION of a new slot whose prompt has images: the rows of those outside its prefix are in the encoder's cache."""
+        if not alloc.images or self._encoder is None:
+            return
+        needed = alloc.images[alloc.skipped :]
+        grids = [VisionGrid(image.start, image.height, image.width) for image in self.requests[alloc.request_id].images]
+        self._encoder.offer([image.digest for image in needed])
+        command = Vision(grids=grids, rows=sum(image.rows for image in needed), skipped=alloc.skipped)
+        self._broadcaster.run(command, alloc.slot)
 
     def _forward(self, plan: Plan) -> bool:
         """Launch the plan's rows. True when the ranks are to be compared after it."""
@@ -283,21 +350,21 @@ class Head:
 
     # Reading
 
-    def _await(self, pending: PendingStep) -> None:
-        """Return when the step's results are on the host, and of an epoch that is still open.
+    def _await(self, ready: Callable[[], bool]) -> None:
+        """Return when a step's results are on the host, or a slice is done, and of an epoch that is still open.
 
         An epoch is closed before its collectives are aborted: what was computed since may be garbage, and is not looked at.
         """
-        if not pending.ready():
+        if not ready():
             self._page.enter(Phase.READING)
-        while not pending.ready():
+        while not ready():
             self._check_epoch()
             time.sleep(POLL_S)
         self._check_epoch()
 
     def _read(self) -> None:
         pending = self._in_flight[0]
-        self._await(pending)
+        self._await(pending.ready)
         self._in_flight.popleft()
         result, failures = pending.read()
         for request_id, message in failures:
@@ -363,6 +430,8 @@ class Head:
         try:
             self._scheduler.check_integrity()
             self._sampler.check_integrity()
+            if self._encoder is not None:
+                self._encoder.check_integrity()
             self.requests.check_integrity(self._scheduler.live())
         except (SchedulerError, AssertionError, ValueError) as error:
             raise EpDiverged(f"the head's books do not add up when idle: {error}") from error

@@ -31,7 +31,7 @@ from ep_runtime.engine.port import ZmqPort
 from ep_runtime.engine.preload import preload
 from ep_runtime.engine.rank import RankModel, load_rank
 from ep_runtime.engine.sampler import Sampler
-from ep_runtime.engine.setup import scheduler_limits, warm_buckets
+from ep_runtime.engine.setup import image_encoder, scheduler_limits, warm_buckets
 from ep_runtime.scheduler.scheduler import Scheduler
 from model.errors import ModelError
 from model.parallel import Parallel
@@ -247,6 +247,7 @@ class Engine:
             digest_interval=rank.config.digest_interval,
             check_epoch=broadcaster.check,
             announce=lambda: port.publish(ready),
+            encoder=image_encoder(rank, epoch.executor),
             page=self._page,
         )
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 
 from ep_runtime.config import RuntimeConfig
-from ep_runtime.engine.footprint import memory_needs
+from ep_runtime.engine.footprint import image_cache_bytes, image_tokens, memory_needs
 from ep_runtime.engine.resident import Resident
+from ep_runtime.engine.vision.cache import EncodedImages
 from model.errors import UnsupportedModel
 from model.folder import Fingerprint as FolderFingerprint
 from model.folder import fingerprint, open_folder
 from model.layers.operators import Operators, TorchOperators
-from model.loader import LoadedModel, prepare_model
+from model.loader import LoadedModel, PreparedModel, prepare_model
 from model.memory import MemoryPlan, device_memory, plan_memory
 from model.parallel import Parallel
 from model.spec import ModelSpec
@@ -27,7 +28,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankModel:
-    """A loaded rank: everything that outlives an epoch."""
+    """A loaded rank: everything that outlives an epoch.
+
+    `max_image_tokens` are the rows of images that all slots hold at most, 0 for a model without vision. Encoded `images` are the
+    head's, and nobody's in a model without vision.
+    """
 
     config: RuntimeConfig
     parallel: Parallel
@@ -37,6 +42,8 @@ class RankModel:
     plan: MemoryPlan
     max_model_len: int
     folder: FolderFingerprint
+    max_image_tokens: int = 0
+    images: EncodedImages | None = None
     resident: Resident = field(default_factory=Resident)
 
     @property
@@ -81,7 +88,17 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
         plan=plan,
         max_model_len=max_model_len,
         folder=fingerprint(folder),
+        max_image_tokens=image_tokens(config, prepared.spec, max_model_len),
+        images=_image_cache(config, prepared, dtype, max_model_len),
     )
+
+
+def _image_cache(config: RuntimeConfig, prepared: PreparedModel, dtype: torch.dtype, max_model_len: int) -> EncodedImages | None:
+    vision = prepared.spec.vision
+    if vision is None or prepared.parallel.rank != 0:
+        return None
+    row_bytes = vision.row_width * dtype.itemsize
+    return EncodedImages(image_cache_bytes(config, image_tokens(config, prepared.spec, max_model_len), row_bytes), row_bytes)
 
 
 def choose_operators(forward_mode: str | None, device: torch.device) -> Operators:

@@ -1,20 +1,24 @@
-"""What the head keeps of each live request beside the scheduler: its prompt, its parameters and its grammar masks."""
+"""What the head keeps of each live request beside the scheduler: its prompt, its parameters, its images and its grammar masks."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from protocol.messages import Mask, SamplingParams, Submit
+from protocol.messages import Mask, SamplingParams, Submit, VisionInput
 
 
 @dataclass(slots=True)
 class Request:
-    """One live sequence. `masks` maps a generated index to the grammar's bitmask for that token."""
+    """One live sequence. `masks` maps a generated index to the grammar's bitmask for that token.
+
+    `images` keep their pixels: whenever the sequence starts anew and their rows are not at hand, they are encoded again.
+    """
 
     request_id: str
     prompt: list[int]
     sampling: SamplingParams
+    images: list[VisionInput] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -43,7 +47,7 @@ class RequestTable:
 
     def add(self, submit: Submit) -> None:
         """A request that the scheduler took."""
-        request = Request(submit.request_id, submit.prompt, submit.sampling)
+        request = Request(submit.request_id, submit.prompt, submit.sampling, submit.images)
         if submit.sampling.grammar:
             request.masks[len(submit.generated)] = submit.mask
             self._constrained += 1

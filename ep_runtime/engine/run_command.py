@@ -28,7 +28,7 @@ Vote = Callable[[Ack], bool]
 def run_command(
     executor: Executor, frame: Frame, slots: SlotTable, choose: Choose, vote: Vote, page: ProgressPage
 ) -> tuple[Ack, Exception | None]:
-    """Prepare, vote where the command asks for it, execute; `page` follows.
+    """Prepare, vote where the command asks for it, execute; `page` follows. What was reserved and not taken is let go.
 
     Returns:
         the ack to send, and what was raised here, if anything. A command that was voted down gives its VOTE ack and the reason.
@@ -36,6 +36,15 @@ def run_command(
     Raises:
         EpLinkLost: a wait in `execute` or in the vote found that the epoch is over; there is nobody to answer.
     """
+    try:
+        return _run(executor, frame, slots, choose, vote, page)
+    finally:
+        executor.release()
+
+
+def _run(
+    executor: Executor, frame: Frame, slots: SlotTable, choose: Choose, vote: Vote, page: ProgressPage
+) -> tuple[Ack, Exception | None]:
     rank, epoch, step = executor.comm.rank, frame.preamble.epoch, frame.preamble.step
     page.begin_command(step, frame.preamble.cmd)
     refused: Exception | None = None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ep_runtime.engine.vision.cost import chunk_cost
+from ep_runtime.engine.vision.encoder import ImageEncoder
 from ep_runtime.scheduler.core import SchedulerLimits
 from model.scratch import scored_rows
 
 if TYPE_CHECKING:
+    from ep_runtime.engine.executor import Executor
     from ep_runtime.engine.rank import RankModel
     from protocol.slots import SlotLimits
 
@@ -27,6 +30,23 @@ def scheduler_limits(rank: RankModel, limits: SlotLimits) -> SchedulerLimits:
         chunk_multiple=spec.cut_points,
         single_chunk=spec.single_chunk,
         max_scored_rows=scored_rows(spec.cut_points, spec.single_chunk, limits.max_rows),
+        max_image_tokens=rank.max_image_tokens,
+    )
+
+
+def image_encoder(rank: RankModel, executor: Executor) -> ImageEncoder | None:
+    """The head's encoder for one epoch, None for a model without vision. A slice costs what the longest prompt piece does."""
+    tower, vision = rank.loaded.model.tower, rank.spec.vision
+    if tower is None or vision is None or rank.images is None:
+        return None
+    return ImageEncoder(
+        tower,
+        vision,
+        rank.images,
+        rank.device,
+        slice_cost=chunk_cost(rank.loaded.config, rank.config.max_num_batched_tokens or 1),
+        pass_rows=rank.max_image_tokens,
+        offer=executor.offer_rows,
     )
 
 

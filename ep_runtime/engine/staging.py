@@ -9,6 +9,7 @@ import torch
 
 _ALIGN = 16
 _DTYPES = {
+    np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.float64): torch.float64,
@@ -17,7 +18,7 @@ _DTYPES = {
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The same arrays (int32, int64, float32 or float64) on the device, through one pinned buffer and one asynchronous copy.
+    """The same arrays (uint8, int32, int64, float32 or float64) on the device, through one pinned buffer and one asynchronous copy.
 
     torch's pinned allocator keeps the buffer until the copy is done.
     """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ep_runtime.scheduler.core import SchedulerLimits
+from collections.abc import Sequence as Items
+
+from ep_runtime.scheduler.core import SchedulerLimits, SequenceImage
 
 FAILURES_TO_RUN_ALONE = 2
 
@@ -17,7 +19,7 @@ def row_limit(prompt_len: int, max_tokens: int) -> int:
     return prompt_len + max(max_tokens - 1, 0)
 
 
-def refusal(prompt_len: int, max_tokens: int, limits: SchedulerLimits) -> str | None:
+def refusal(prompt_len: int, max_tokens: int, limits: SchedulerLimits, image_rows: int = 0) -> str | None:
     """Why this request can never run (the text of a 400), or None. One that passes fits into the empty pool alone."""
     if prompt_len < 1:
         return "prompt is empty; at least 1 token is needed"
@@ -39,6 +41,8 @@ def refusal(prompt_len: int, max_tokens: int, limits: SchedulerLimits) -> str | 
             f"prompt has {prompt_len} tokens; this model takes a prompt in one piece, and a step has at most "
             f"{limits.max_batch_tokens} tokens"
         )
+    if image_rows > limits.max_image_tokens:
+        return f"images of the prompt have {image_rows} tokens together; at most {limits.max_image_tokens} are served at once"
     return None
 
 
@@ -73,6 +77,20 @@ def whole_hits(hits: int, limits: SchedulerLimits) -> int:
     while hits * limits.block_size % limits.chunk_multiple:
         hits -= 1
     return hits
+
+
+def uncut_hits(hits: int, images: Items[SequenceImage], limits: SchedulerLimits) -> int:
+    """The most of `hits` blocks that end at a chunk bound and not in the middle of an image, which is found whole or not at all."""
+    hits = whole_hits(hits, limits)
+    for image in reversed(images):
+        if image.start < hits * limits.block_size < image.stop:
+            hits = whole_hits(image.start // limits.block_size, limits)
+    return hits
+
+
+def skipped_images(images: Items[SequenceImage], prefix_length: int) -> int:
+    """How many images lie in a prefix that cuts none."""
+    return sum(image.stop <= prefix_length for image in images)
 
 
 def admits(need: int, available: int, running: int) -> bool:

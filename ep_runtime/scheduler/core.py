@@ -27,6 +27,30 @@ class SeqState(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceImage:
+    """An image of a prompt: `rows` positions from `start` on, each of them a placeholder token. `digest` names its contents."""
+
+    start: int
+    rows: int
+    digest: bytes
+
+    @property
+    def stop(self) -> int:
+        """The position after its last one."""
+        return self.start + self.rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NextImage:
+    """An image that a waiting sequence needs: image `index` of its request. `alone`: the request is a suspect's."""
+
+    request_id: str
+    index: int
+    digest: bytes
+    alone: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
     """Everything that bounds a plan. `max_batch_tokens` is the token budget of a step; `chunk_multiple` the model's cut points.
 
@@ -45,6 +69,8 @@ class SchedulerLimits:
     single_chunk: bool = False
     max_scored_rows: int = NEVER
     """Prompt rows of one plan whose logits are wanted; a `single_chunk` prompt wants all of its own whatever this says."""
+    max_image_tokens: int = 0
+    """Rows of images that all slots hold together, and the most of one prompt."""
     retry_after: float = 1.0
     """Seconds that a refused request is told to wait."""
 
@@ -52,8 +78,9 @@ class SchedulerLimits:
         for name in ("max_slots", "num_blocks", "block_size", "max_model_len", "chunk_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        if self.max_queue < 0:
-            raise ValueError(f"max_queue is {self.max_queue}, it must not be negative")
+        for name in ("max_queue", "max_image_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must not be negative")
         if self.max_scored_rows < self.chunk_multiple:
             raise ValueError(f"max_scored_rows is {self.max_scored_rows}, less than a chunk of {self.chunk_multiple} tokens")
         least = self.max_slots + self.chunk_multiple - 1
@@ -116,6 +143,12 @@ class Sequence:
     suspected: bool = False
     """Epochs alone made it a suspect: it stays one to its end, since one more costs all ranks another epoch."""
     requeued: bool = False
+    images: tuple[SequenceImage, ...] = ()
+    """In prompt order, not overlapping."""
+    image_rows: int = 0
+    """Rows of its images that its slot holds."""
+    rows_until: int = NEVER
+    """Results up to this position let these rows go."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -130,14 +163,17 @@ class Sequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotAlloc:
-    """One ALLOC of a plan."""
+    """One ALLOC of a plan, and the VISION after it when the prompt has images: the first `skipped` lie in the prefix."""
 
     slot: int
     request_id: str
     token_budget: int
+    prompt_length: int
     adapter: int
     prefix_length: int
     prefix_blocks: tuple[int, ...]
+    images: tuple[SequenceImage, ...] = ()
+    skipped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,14 +5,16 @@
        +----unadmit-------+
 
 A WAITING sequence whose next grammar mask is not here is parked beside the queue, where it is in nobody's way.
+Rows of images return earlier than the rest: with the results of the last piece that needs them.
 A sequence has its slot and blocks from `admit` until no planned or launched step that names the slot has unread results.
 """
 
 from __future__ import annotations
 
-from ep_runtime.scheduler.admission import admits, blocks_for, hit_limit, whole_hits
+from ep_runtime.scheduler.admission import admits, blocks_for, hit_limit, runs_alone, skipped_images, uncut_hits
 from ep_runtime.scheduler.blocks import BlockPool
 from ep_runtime.scheduler.core import NEVER, SchedulerError, SchedulerLimits, SeqState, Sequence, SlotAlloc
+from ep_runtime.scheduler.image_rows import RowBudget
 from ep_runtime.scheduler.prefix import PrefixTree
 from ep_runtime.scheduler.queue import WaitingQueue
 from ep_runtime.scheduler.running import RunningSet
@@ -33,6 +35,7 @@ class Lifecycle:
         self.blocks = BlockPool(limits.num_blocks, on_evict=self.tree.forget)
         self.queue = WaitingQueue()
         self.running = RunningSet()
+        self.rows = RowBudget(limits.max_image_tokens)
         self.frees: list[int] = []
         self.preemptions = 0
         self.draining = 0
@@ -68,7 +71,13 @@ class Lifecycle:
         if limit == 0 or seq.logprobs_from < NEVER:
             return []
         hits = self.tree.match(seq, limit)
-        return hits[: whole_hits(len(hits), self._limits)]
+        return hits[: uncut_hits(len(hits), seq.images, self._limits)]
+
+    def awaiting_images(self) -> list[Sequence]:
+        """Waiting sequences with images, in the order in which they may start: suspects that wait for another one come last."""
+        waiting = self.queue.illustrated()
+        first = None if self.running.solo else self.queue.peek(alone=True)
+        return sorted(waiting, key=lambda seq: runs_alone(seq.failures) and seq is not first)
 
     def sibling_computes(self, seq: Sequence) -> bool:
         """True while a sequence of the same request computes the prompt blocks that this one can share a little later."""
@@ -82,8 +91,12 @@ class Lifecycle:
         return any(earlier.key < seq.key for earlier in self._returning)
 
     def admit(self, seq: Sequence, hits: list[int]) -> SlotAlloc | None:
-        """Give the sequence a slot and blocks for all its known tokens, or None when there are not enough now."""
+        """Give the sequence a slot, blocks for all its known tokens and rows for its images, or None for want of any now."""
         need = blocks_for(len(seq.tokens), self._block_size) - len(hits)
+        skipped = skipped_images(seq.images, len(hits) * self._block_size)
+        rows = sum(image.rows for image in seq.images[skipped:])
+        if rows > self.rows.available:
+            return None
         if self.slots.free == 0 or not admits(need + self.blocks.unreferenced(hits), self.blocks.available, len(self.running)):
             return None
         self.queue.remove(seq)
@@ -97,6 +110,10 @@ class Lifecycle:
         seq.state = SeqState.RUNNING
         if not seq.requeued:
             seq.cached = seq.planned
+        if rows:
+            self.rows.take(rows)
+            seq.image_rows = rows
+            seq.rows_until = seq.images[-1].stop
         self._holders[seq.slot] = seq
         self.running.add(seq)
         if self._limits.prefix_cache:
@@ -107,9 +124,12 @@ class Lifecycle:
             slot=seq.slot,
             request_id=seq.request_id,
             token_budget=seq.token_limit,
+            prompt_length=seq.prompt_len,
             adapter=seq.adapter,
             prefix_length=seq.planned,
             prefix_blocks=tuple(hits),
+            images=seq.images,
+            skipped=skipped,
         )
 
     def unadmit(self, seq: Sequence) -> None:
@@ -165,6 +185,12 @@ class Lifecycle:
             seq.next_entry += self._block_size
         if seq.next_entry >= seq.prompt_len:
             self._stop_computing(seq)
+
+    def return_rows(self, seq: Sequence) -> None:
+        """The slot holds no rows of images any more."""
+        self.rows.give(seq.image_rows)
+        seq.image_rows = 0
+        seq.rows_until = NEVER
 
     # RUNNING -> DRAINING, FINISHED
 
@@ -222,6 +248,7 @@ class Lifecycle:
     def _let_go(self, seq: Sequence) -> None:
         self._holders[self._slot(seq)] = None
         self.blocks.release(seq.blocks)
+        self.return_rows(seq)
         seq.blocks = []
         seq.capacity = 0
         seq.slot = None
@@ -248,6 +275,7 @@ class Lifecycle:
         self.running.check_integrity()
         self.blocks.check_integrity([seq.blocks for seq in self.holders()])
         self.tree.check_integrity(self.blocks)
+        self.rows.check_integrity([seq.image_rows for seq in self.holders()])
         for slot, seq in enumerate(self._holders):
             state = self.slots.state(slot).name
             expected = "EMPTY" if seq is None else "ACTIVE" if seq.state is SeqState.RUNNING else "DRAINING"

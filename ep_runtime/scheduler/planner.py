@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from ep_runtime.scheduler.admission import blocks_for, piece_end
+from collections.abc import Container
+
+from ep_runtime.scheduler.admission import blocks_for, piece_end, skipped_images
 from ep_runtime.scheduler.core import NEVER, Plan, SchedulerLimits, Sequence, SlotAlloc, StepRecord
 from ep_runtime.scheduler.lifecycle import Lifecycle
 from protocol.commands import Span, Wanted
 
 
 class Draft:
-    """A plan in the making; `room` is what is left of the token budget, `score_room` of the rows that may be scored."""
+    """A plan in the making; `room` is what is left of the token budget, `score_room` of the rows that may be scored.
 
-    __slots__ = ("admitted", "allocs", "room", "score_room", "sequences", "spans", "tokens")
+    `encoded` has the digests of the images whose rows are here.
+    """
 
-    def __init__(self, room: int, score_room: int) -> None:
+    __slots__ = ("admitted", "allocs", "encoded", "room", "score_room", "sequences", "spans", "tokens")
+
+    def __init__(self, room: int, score_room: int, encoded: Container[bytes]) -> None:
         self.room = room
         self.score_room = score_room
+        self.encoded = encoded
         self.spans: list[Span] = []
         self.sequences: list[Sequence] = []
         self.tokens: list[int] = []
@@ -32,9 +38,9 @@ class Planner:
         self._numbers = 0
         self._was_solo = False
 
-    def make(self) -> StepRecord | None:
+    def make(self, encoded: Container[bytes]) -> StepRecord | None:
         """The next step, or None when no slot moves and no row is due."""
-        draft = Draft(self._limits.max_batch_tokens, self._limits.max_scored_rows)
+        draft = Draft(self._limits.max_batch_tokens, self._limits.max_scored_rows, encoded)
         solo = False
         if self._was_solo or not (solo := self._plan_solo(draft)):
             self._plan_batch(draft)
@@ -106,7 +112,10 @@ class Planner:
         return all(self._plan_piece(draft, seq) for seq in self._life.running.prefilling[:])
 
     def _admit_next(self, draft: Draft, *, alone: bool) -> bool:
-        """Start the first waiting sequence with its first piece. False when it cannot start now: then nobody overtakes it."""
+        """Start the first waiting sequence with its first piece. False when it cannot start now: then nobody overtakes it.
+
+        That holds for one whose images are still to be encoded, too: those behind it wait, and only what runs goes on.
+        """
         life = self._life
         seq = life.queue.peek(alone=alone)
         if seq is None or draft.room == 0 or life.slots.free == 0:
@@ -116,6 +125,9 @@ class Planner:
         hits = life.find_prefix(seq)
         start = len(hits) * self._limits.block_size
         if self._piece_end(start, len(seq.tokens), seq, draft) == start:
+            return False
+        if not all(image.digest in draft.encoded for image in seq.images[skipped_images(seq.images, start) :]):
+            life.queue.images_due = True
             return False
         alloc = life.admit(seq, hits)
         if alloc is None:

@@ -1,17 +1,21 @@
 """The prefix tree: full blocks found again by the exact tokens up to their end.
 
 A block's digest covers its parent's digest and its own tokens, so equal digests mean equal prefixes from position 0, and the tree
-needs no node objects: it is a map from digest to block. The root digest covers what else decides the contents of a cache (the
-adapter). BLAKE2b, 256 bits: a collision would show one request's context to another.
+needs no node objects: it is a map from digest to block. The placeholder tokens of all images are the same, so a block's digest also
+covers the contents of each image in it and where that image begins. The root digest covers what else decides the contents of a
+cache (the adapter). BLAKE2b, 256 bits: a collision would show one request's context to another.
 """
 
 from __future__ import annotations
 
+import struct
 from array import array
+from bisect import bisect_right
+from collections.abc import Iterable
 from hashlib import blake2b
 
 from ep_runtime.scheduler.blocks import BlockPool
-from ep_runtime.scheduler.core import SchedulerError, Sequence
+from ep_runtime.scheduler.core import SchedulerError, Sequence, SequenceImage
 
 DIGEST_BYTES = 32
 
@@ -21,9 +25,29 @@ def root_digest(adapter: int) -> bytes:
     return blake2b(adapter.to_bytes(8, "little"), digest_size=DIGEST_BYTES, person=b"prefix root").digest()
 
 
-def block_digest(parent: bytes, tokens: list[int]) -> bytes:
-    """The digest of a full block after `parent`."""
-    return blake2b(parent + array("i", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
+def block_digest(parent: bytes, tokens: list[int], images: Iterable[tuple[bytes, int]] = ()) -> bytes:
+    """The digest of a full block after `parent`.
+
+    `images` are those in it, wholly or in part: contents' digest, and start relative to the block's, negative for one that began
+    before. Blocks of one tree have equally many tokens, and digests of contents equally many bytes, so no two blocks are spelled
+    alike.
+    """
+    digest = blake2b(parent, digest_size=DIGEST_BYTES)
+    digest.update(array("i", tokens).tobytes())
+    for contents, start in images:
+        digest.update(contents + struct.pack("<q", start))
+    return digest.digest()
+
+
+def images_within(images: tuple[SequenceImage, ...], begin: int, end: int) -> list[tuple[bytes, int]]:
+    """What `block_digest` covers of the images at positions `begin .. end - 1`."""
+    found = []
+    for index in range(bisect_right(images, begin, key=lambda image: image.stop), len(images)):
+        image = images[index]
+        if image.start >= end:
+            break
+        found.append((image.digest, image.start - begin))
+    return found
 
 
 class PrefixTree:
@@ -44,7 +68,8 @@ class PrefixTree:
             digests.append(root_digest(seq.adapter))
         while len(digests) <= index + 1:
             begin = (len(digests) - 1) * size
-            digests.append(block_digest(digests[-1], seq.tokens[begin : begin + size]))
+            images = images_within(seq.images, begin, begin + size) if seq.images else ()
+            digests.append(block_digest(digests[-1], seq.tokens[begin : begin + size], images))
         return digests[index + 1]
 
     def match(self, seq: Sequence, limit: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ep_runtime.scheduler.admission import row_limit, runs_alone
-from ep_runtime.scheduler.core import NEVER, Sequence, SpanResult
+from ep_runtime.scheduler.core import NEVER, Sequence, SequenceImage, SpanResult
 from protocol.messages import FinishReason, SequenceUpdate, Submit, TokenLogprobs
 
 
@@ -32,6 +32,7 @@ def make_sequence(message: Submit, arrival: int, eos_token_ids: tuple[int, ...])
         mask_index=len(message.generated) if sampling.grammar else NEVER,
         failures=message.suspicions,
         suspected=runs_alone(message.suspicions),
+        images=tuple(SequenceImage(start=image.start, rows=image.rows, digest=image.digest) for image in message.images),
     )
 
 

@@ -6,10 +6,11 @@ Plans depend on the history of calls alone. Any number of plans may be launched 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from ep_runtime.scheduler.admission import queue_full, refusal, runs_alone
 from ep_runtime.scheduler.core import (
+    NextImage,
     Plan,
     SchedulerError,
     SchedulerLimits,
@@ -53,7 +54,8 @@ class Scheduler:
         """
         if message.request_id in self._live:
             raise SchedulerError(f"request id {message.request_id!r} is alive")
-        reason = refusal(len(message.prompt), message.sampling.max_tokens, self.limits)
+        image_rows = sum(image.rows for image in message.images)
+        reason = refusal(len(message.prompt), message.sampling.max_tokens, self.limits, image_rows)
         if reason is not None:
             return refused(message.request_id, reason, 400)
         if not (message.generated or message.suspicions) and queue_full(len(self._live), self.limits):
@@ -107,14 +109,18 @@ class Scheduler:
 
     # Steps
 
-    def plan(self) -> Plan | None:
+    def plan(self, encoded: Container[bytes] = ()) -> Plan | None:
         """The next step, to be `launched` or `discard`ed before another is made; None when there is nothing to do now.
 
-        None while nothing is launched means that no sequence is alive, or that some wait for grammar masks, and others for room.
+        `encoded` has the digests of the images whose rows are here: a sequence starts when it has those of all its images outside
+        its prefix hit. Until then those behind it wait, too, as behind any other that cannot start yet; running ones go on.
+
+        None while nothing is launched means that no sequence is alive, or that some wait for grammar masks or for images to be
+        encoded, and others for room.
         """
         if self._made is not None:
             raise SchedulerError("the last plan was neither launched nor discarded")
-        self._made = self._planner.make()
+        self._made = self._planner.make(encoded)
         return None if self._made is None else self._made.plan
 
     def launched(self, plan: Plan) -> None:
@@ -196,6 +202,35 @@ class Scheduler:
                     self._life.drained(seq)
         return self.drain_updates()
 
+    # Images
+
+    @property
+    def images_due(self) -> bool:
+        """True when `next_images` may name others than before; constant cost."""
+        return self._life.queue.images_due
+
+    def next_images(self, limit_rows: int, encoded: Container[bytes] = ()) -> list[NextImage]:
+        """The images of the next waiting sequences that fit into `limit_rows` rows, each contents once, `encoded` or not.
+
+        In the order in which the sequences may start, whole sequences only: whoever keeps the rows of all these, and encodes those
+        that are missing in this order, lets every sequence start in its turn. Images in a prefix hit are left out.
+        """
+        found: list[NextImage] = []
+        seen: set[bytes] = set()
+        rows = 0
+        for seq in self._life.awaiting_images():
+            start = len(self._life.find_prefix(seq)) * self.limits.block_size
+            needed = {image.digest: index for index, image in reversed([*enumerate(seq.images)]) if image.start >= start}
+            new = sorted(index for digest, index in needed.items() if digest not in seen)
+            rows += sum(seq.images[index].rows for index in new)
+            if found and rows > limit_rows:
+                break
+            alone = runs_alone(seq.failures)
+            seen.update(needed)
+            found += [NextImage(request_id=seq.request_id, index=i, digest=seq.images[i].digest, alone=alone) for i in new]
+        self._life.queue.images_due = any(image.digest not in encoded for image in found)
+        return found
+
     # State
 
     def generated(self, request_id: str) -> list[int]:
@@ -262,6 +297,8 @@ class Scheduler:
         committed = span.start + span.length
         if committed >= seq.next_entry:
             self._life.enter_blocks(seq, committed)
+        if committed >= seq.rows_until:
+            self._life.return_rows(seq)
         if not span.sampled:
             return self._absorb_prompt(seq, got, committed)
         token = got.token

@@ -6,12 +6,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from fake_device import CommandFailed, FakeDevice, prompt_logprob, run_alone
+from fake_device import CommandFailed, FakeDevice, prompt_logprob, rendered, run_alone
 
+from ep_runtime.engine.vision.cache import EncodedImages
 from ep_runtime.scheduler.core import Plan, SchedulerLimits, StepResult
 from ep_runtime.scheduler.scheduler import Scheduler
 from ep_runtime.scheduler.slots import SlotState
-from protocol.messages import SamplingParams, SequenceUpdate, Submit
+from protocol.messages import SamplingParams, SequenceUpdate, Submit, VisionInput
+from protocol.vision import pixel_digest
 
 
 def limits(**changes) -> SchedulerLimits:
@@ -27,12 +29,33 @@ def limits(**changes) -> SchedulerLimits:
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 4, **changes) -> Submit:
-    names = ("group", "priority", "generated", "adapter", "suspicions")
+    names = ("group", "priority", "generated", "adapter", "suspicions", "images")
     message = {name: changes.pop(name) for name in names if name in changes}
     message.setdefault("group", request_id)
     return Submit(
         request_id=request_id, prompt=prompt, sampling=SamplingParams(seed=0, max_tokens=max_tokens, **changes), **message
     )
+
+
+def picture(start: int, rows: int, contents: int = 0) -> VisionInput:
+    """An image of `rows` placeholder tokens; equal contents and rows make equal images."""
+    digest = pixel_digest((1, 1, rows), contents.to_bytes(4, "little"))
+    return VisionInput(start=start, height=1, width=rows, frames=1, digest=digest, pixels=b"")
+
+
+@dataclass
+class Rows:
+    """In the place of a tensor: `n` rows of one byte."""
+
+    n: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n, 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.n
 
 
 @dataclass
@@ -46,14 +69,29 @@ class Answer:
 
 
 class Driver:
-    """One scheduler, one device, and up to `depth` launched plans beyond the one whose results are read next."""
+    """One scheduler, one device, and up to `depth` launched plans beyond the one whose results are read next.
 
-    def __init__(self, limits: SchedulerLimits, depth: int = 1, evil: frozenset[str] = frozenset(), check: bool = True) -> None:
+    Images are encoded one at a time, into a cache of `cache_rows` rows; those whose digests are in `unfit` cannot be.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        depth: int = 1,
+        evil: frozenset[str] = frozenset(),
+        check: bool = True,
+        cache_rows: int | None = None,
+        unfit: frozenset[bytes] = frozenset(),
+    ) -> None:
         self.limits = limits
         self.depth = depth
         self.check = check
         self.scheduler = Scheduler(limits)
         self.device = FakeDevice(limits.max_slots, limits.num_blocks, limits.block_size, limits.max_batch_tokens, evil)
+        self.device.max_image_tokens = limits.max_image_tokens
+        self.encoded = EncodedImages(limits.max_image_tokens if cache_rows is None else cache_rows, 1)
+        self.unfit = unfit
+        self.encodings: list[tuple[str, bytes]] = []
         self.queue: deque[tuple[Plan, StepResult | None]] = deque()
         self.messages: dict[str, Submit] = {}
         self.answers: dict[str, Answer] = {}
@@ -63,7 +101,7 @@ class Driver:
 
     def submit(self, message: Submit) -> SequenceUpdate | None:
         self.messages[message.request_id] = message
-        self.device.prompts[message.request_id] = message.prompt
+        self.device.messages[message.request_id] = message
         self.answers[message.request_id] = Answer()
         if message.sampling.grammar:
             self.masks[message.request_id] = len(message.generated)
@@ -108,12 +146,32 @@ class Driver:
         if self.check:
             self.scheduler.check_integrity()
 
+    def encode(self) -> bool:
+        """Encode the next image. False when none is to be encoded."""
+        if not self.scheduler.images_due:
+            return False
+        wanted = self.scheduler.next_images(self.encoded.capacity_rows, self.encoded)
+        self.encoded.keep([one.digest for one in wanted])
+        missing = [one for one in wanted if one.digest not in self.encoded]
+        if missing:
+            one = missing[0]
+            image = self.messages[one.request_id].images[one.index]
+            assert image.digest == one.digest
+            self.encodings.append((one.request_id, one.digest))
+            if one.digest in self.unfit:
+                self.scheduler.reject([one.request_id], "the image cannot be encoded")
+            else:
+                self.encoded.put(one.digest, Rows(image.rows))
+                assert all(w.digest in self.encoded or w in missing for w in wanted), "a wanted image was evicted"
+        self.take(self.scheduler.drain_updates())
+        return bool(missing)
+
     def plan(self) -> Plan | None:
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.encoded)
         self.take([])
         if plan is None:
             alive = self.scheduler.stats().waiting + self.scheduler.stats().running
-            assert self.queue or self.owed or not alive, "nothing to do, yet not done"
+            assert self.queue or self.owed or self.scheduler.images_due or not alive, "nothing to do, yet not done"
             return None
         slots = self.scheduler._life.slots
         for span in plan.spans:
@@ -153,11 +211,12 @@ class Driver:
             self.take(self.scheduler.complete(result))
 
     def step(self) -> bool:
-        """Plan and launch one step, read what is older than `depth`. False when nothing could be done."""
+        """Encode an image, plan and launch one step, read what is older than `depth`. False when nothing could be done."""
+        did = self.encode()
         plan = self.plan()
         if plan is not None:
             self.launch(plan)
-        did = plan is not None
+        did = did or plan is not None
         while self.queue and (len(self.queue) > self.depth or plan is None):
             self.read()
             did = True
@@ -189,7 +248,7 @@ class Driver:
             stops = frozenset(sampling.stop_token_ids)
             if not sampling.ignore_eos:
                 stops |= set(self.limits.eos_token_ids)
-            tokens, finish = run_alone(message.prompt, sampling.max_tokens, stops, sampling.min_tokens)
+            tokens, finish = run_alone(rendered(message), sampling.max_tokens, stops, sampling.min_tokens)
             assert tokens[: len(message.generated)] == message.generated
             expected = tokens[len(message.generated) :]
             assert answer.final is not None
@@ -204,7 +263,8 @@ class Driver:
     def _check_prompt_logprobs(self, message: Submit, answer: Answer) -> None:
         expected = {}
         if message.sampling.prompt_logprobs is not None and not message.generated:
-            expected = {p: prompt_logprob(message.prompt[:p], message.prompt[p]) for p in range(1, len(message.prompt))}
+            seen = rendered(message)
+            expected = {p: prompt_logprob(seen[:p], message.prompt[p]) for p in range(1, len(seen))}
         assert answer.prompt_logprobs == expected
 
 

@@ -1,7 +1,8 @@
 """An independent model of what ranks do with plans: the oracle of cache correctness for the scheduler's tests.
 
-Cache cells hold (token, position). A sampled token is a function of the tokens that attention reads through the block table, so a
-wrong block gives a wrong token, besides failing an assertion here.
+Cache cells hold (token, position); where a prompt has an image, the token is a code of the image's contents. A sampled token is a
+function of the tokens that attention reads through the block table, so a wrong block gives a wrong token, besides failing an
+assertion here.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import dataclass, field
 
 from ep_runtime.scheduler.core import Plan, SpanResult, StepResult
 from protocol.commands import Wanted
-from protocol.messages import TokenLogprobs
+from protocol.messages import Submit, TokenLogprobs, VisionInput
 
 VOCAB = 50
+PLACEHOLDER = 49
+"""In a prompt; a generated one is a token like any other."""
 
 
 def next_token(prefix: list[int]) -> int:
@@ -35,6 +38,21 @@ def prompt_logprob(prefix: list[int], token: int) -> TokenLogprobs:
     return TokenLogprobs(-(zlib.crc32(array("i", [*prefix, token]).tobytes()) % 997) / 10, 1, [], [])
 
 
+def code(image: VisionInput, position: int) -> int:
+    """What stands for one row of an image: never a token."""
+    return VOCAB + zlib.crc32(image.digest + (position - image.start).to_bytes(4, "little")) % 2**30
+
+
+def rendered(message: Submit) -> list[int]:
+    """The prompt with its images in place of their placeholders."""
+    prompt = list(message.prompt)
+    for image in message.images:
+        for position in range(image.start, image.start + image.rows):
+            assert prompt[position] == PLACEHOLDER
+            prompt[position] = code(image, position)
+    return prompt
+
+
 class CommandFailed(Exception):
     pass
 
@@ -48,6 +66,8 @@ class Slot:
     last: int | None = None
     poisoned: bool = False
     request_id: str = ""
+    images: dict[int, VisionInput] = field(default_factory=dict)
+    """By position, those whose rows are held."""
 
 
 @dataclass
@@ -58,8 +78,9 @@ class FakeDevice:
     max_rows: int
     evil: frozenset[str] = frozenset()
     """Requests whose forwards fail."""
-    prompts: dict[str, list[int]] = field(default_factory=dict)
-    """By request, for prompt logprobs: the row before a chunk's end is scored against the token after it."""
+    messages: dict[str, Submit] = field(default_factory=dict)
+    """By request, for its images, and for prompt logprobs: the row before a chunk's end is scored against the token after it."""
+    max_image_tokens: int = 0
     slots: list[Slot | None] = field(init=False)
     cells: list[list[tuple[int, int] | None]] = field(init=False)
     steps: int = 0
@@ -80,6 +101,22 @@ class FakeDevice:
             self.slots[alloc.slot] = Slot(
                 alloc.token_budget, list(alloc.prefix_blocks), alloc.prefix_length, alloc.prefix_length, request_id=alloc.request_id
             )
+            self._show(self.slots[alloc.slot], alloc)
+        held = sum(len(slot.images) for slot in self.slots if slot is not None)
+        assert held <= self.max_image_tokens, f"{held} rows of images are held"
+
+    def _show(self, slot, alloc) -> None:
+        """VISION: the images that the prefix has not are held until the length has passed the last one."""
+        message = self.messages[alloc.request_id]
+        assert alloc.prompt_length == len(message.prompt)
+        images = [(image.start, image.rows, image.digest) for image in message.images]
+        assert [(image.start, image.rows, image.digest) for image in alloc.images] == images
+        for index, image in enumerate(message.images):
+            if index < alloc.skipped:
+                assert image.start + image.rows <= slot.length, "a skipped image is not in the prefix"
+            else:
+                assert image.start >= slot.length, "an image is cut by the prefix"
+                slot.images |= dict.fromkeys(range(image.start, image.start + image.rows), image)
 
     def execute(self, plan: Plan) -> StepResult:
         """The whole plan; CommandFailed (and poisoned slots) when it names an evil request or a poisoned slot."""
@@ -118,8 +155,15 @@ class FakeDevice:
             block = slot.table[position // self.block_size]
             assert block not in others, f"block {block} is shared and written"
             assert position >= slot.shared
+            message = self.messages[slot.request_id]
+            if message.images and position < len(message.prompt):
+                image = slot.images.get(position)
+                assert (token == PLACEHOLDER) == (image is not None), f"position {position} has token {token}, and {image}"
+                token = token if image is None else code(image, position)
             self.cells[block][position % self.block_size] = (token, position)
         slot.length += span.length
+        if slot.images and max(slot.images) < slot.length:
+            slot.images = {}
         assert len(slot.table) == -(-slot.length // self.block_size), "blocks are sent early or late"
         slot.last = None
 
@@ -136,7 +180,7 @@ class FakeDevice:
             token = slot.last = next_token(prefix)
         if span.wanted is not Wanted.ALL:
             return SpanResult(token=token)
-        prompt = self.prompts[slot.request_id]
+        prompt = self.messages[slot.request_id].prompt
         ends = range(span.start + 1, min(slot.length + 1, len(prompt)))
         scores = [prompt_logprob(prefix[:end], prompt[end]) for end in ends]
         return SpanResult(token=token, prompt_start=span.start + 1, prompt_logprobs=scores)

@@ -7,7 +7,8 @@ import sys
 from random import Random
 
 import pytest
-from driver import Driver, limits, random_prompt, request
+from driver import Driver, limits, picture, random_prompt, request
+from fake_device import PLACEHOLDER
 
 from ep_runtime.scheduler.core import SeqState
 
@@ -86,11 +87,14 @@ def test_a_long_prompt_is_not_starved_by_a_stream_of_short_ones():
     assert number < 60
 
 
-def calls_of_a_step(waiting: int) -> int:
+def calls_of_a_step(waiting: int, *, images: bool = False) -> int:
     """Python and C calls of one plan and its completion, beside a queue of this length."""
-    driver = Driver(limits(max_slots=8, num_blocks=200, max_queue=100_000), depth=0, check=False)
+    driver = Driver(limits(max_slots=8, num_blocks=200, max_queue=100_000, max_image_tokens=10), depth=0, check=False)
     for number in range(8 + waiting):
-        driver.submit(request(str(number), [number % 50], 30))
+        shown = [picture(0, 1, number)] if images and number >= 8 else []
+        driver.submit(request(str(number), [PLACEHOLDER if shown else number % 50], 30, images=shown))
+    while driver.encode():
+        pass
     for _ in range(6):
         driver.step()
     count = 0
@@ -106,7 +110,8 @@ def calls_of_a_step(waiting: int) -> int:
     try:
         driver.scheduler.launched(plan)
         driver.scheduler.complete(result)
-        driver.scheduler.plan()
+        driver.encode()
+        driver.scheduler.plan(driver.encoded)
     finally:
         sys.setprofile(None)
         gc.enable()
@@ -115,3 +120,4 @@ def calls_of_a_step(waiting: int) -> int:
 
 def test_the_cost_of_a_step_does_not_depend_on_the_queue():
     assert calls_of_a_step(5) == calls_of_a_step(5000)
+    assert calls_of_a_step(20, images=True) == calls_of_a_step(2000, images=True)

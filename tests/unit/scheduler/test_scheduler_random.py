@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from driver import Driver, limits, random_prompt, request
-from fake_device import run_alone
+from driver import Driver, limits, picture, random_prompt, request
+from fake_device import PLACEHOLDER, rendered, run_alone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,13 +30,29 @@ def random_limits(random: Random):
         eos_token_ids=tuple(random.sample(range(50), random.choice([0, 1, 4]))),
         max_queue=random.choice([2, 1000, 1000]),
         max_scored_rows=multiple + random.choice([0, 3, 1000]),
+        max_image_tokens=random.choice([5, 9, 9, 20]),
     )
+
+
+def random_images(random: Random, prompt: list[int], positions: int) -> tuple[list[int], list]:
+    """A prompt of at most `positions` tokens, and the images that this one shows: of few contents, in any places, in a row too."""
+    text = [token if token != PLACEHOLDER else 0 for token in prompt]
+    images, out = [], text[:0]
+    for _ in range(random.choice([0, 0, 1, 1, 2, 3])):
+        contents = random.randrange(4)
+        rows = 1 + (contents * 5 + 2) % 7
+        cut = random.randint(0, len(text))
+        if len(out) + cut + rows < positions - 1:
+            out, text = [*out, *text[:cut]], text[cut:]
+            images.append(picture(len(out), rows, contents))
+            out = [*out, *[PLACEHOLDER] * rows]
+    return [*out, *text][:positions], images
 
 
 def random_messages(random: Random, number: int, positions: int) -> list:
     """One HTTP request: n sequences of one group, nearly always of at most `positions` tokens; some are replayed."""
     common = [7] * random.choice([0, 0, 6, 13])
-    prompt = (common + random_prompt(random, 14, random.choice([2, 50])))[:positions]
+    prompt, images = random_images(random, common + random_prompt(random, 14, random.choice([2, 50])), positions)
     max_tokens = min(random.choice([0, 1, 2, 5, 9, 20, 40]), positions - len(prompt) + 2 * (random.random() < 0.05))
     sampling = {
         "stop_token_ids": random.sample(range(50), random.choice([0, 0, 3])),
@@ -49,7 +65,8 @@ def random_messages(random: Random, number: int, positions: int) -> list:
     if random.random() < 0.2 and max_tokens > 1:
         # Stops of any kind are left out, so the replayed beginning is one that did not end.
         sampling |= {"ignore_eos": True, "stop_token_ids": []}
-        generated = run_alone(prompt, max_tokens, frozenset())[0][: random.randint(1, max_tokens - 1)]
+        shown = rendered(request("", prompt, images=images))
+        generated = run_alone(shown, max_tokens, frozenset())[0][: random.randint(1, max_tokens - 1)]
     count = random.choice([1, 1, 1, 2, 4])
     return [
         request(
@@ -59,6 +76,7 @@ def random_messages(random: Random, number: int, positions: int) -> list:
             group=str(number),
             priority=random.choice([0, 0, 0, -1, 3]),
             generated=list(generated),
+            images=images,
             adapter=number % 2,
             suspicions=random.choice([0, 0, 0, 0, 1, 2, 3]),
             **sampling,
@@ -67,7 +85,7 @@ def random_messages(random: Random, number: int, positions: int) -> list:
     ]
 
 
-def drive(seed: int, *, requests: int, aborts: float, discards: float, evil: float) -> Driver:
+def drive(seed: int, *, requests: int, aborts: float, discards: float, evil: float, unfit: float = 0.0) -> Driver:
     random = Random(seed)
     bound = random_limits(random)
     positions = min(bound.max_model_len, bound.num_blocks * bound.block_size)
@@ -75,13 +93,23 @@ def drive(seed: int, *, requests: int, aborts: float, discards: float, evil: flo
         positions = min(positions, bound.max_batch_tokens)
     pending = [message for n in range(requests) for message in random_messages(random, n, positions)]
     named = frozenset(message.request_id for message in pending if random.random() < evil)
-    driver = Driver(bound, depth=random.randint(0, 2), evil=named)
+    digests = sorted({image.digest for message in pending for image in message.images})
+    driver = Driver(
+        bound,
+        depth=random.randint(0, 2),
+        evil=named,
+        cache_rows=bound.max_image_tokens * random.choice([1, 1, 2, 5]),
+        unfit=frozenset(digest for digest in digests if random.random() < unfit),
+    )
+    slow = random.choice([0.1, 0.5, 1.0])
     pending.reverse()
     for _ in range(20_000):
         while pending and random.random() < 0.4:
             driver.submit(pending.pop())
         if random.random() < aborts:
             driver.abort(*random.sample(sorted(driver.messages), min(2, len(driver.messages))))
+        if random.random() < slow:
+            driver.encode()
         plan = driver.plan()
         if plan is not None:
             if random.random() < aborts:
@@ -126,11 +154,21 @@ def test_failing_requests_end_alone_and_spare_the_others(seed):
             assert (answer.final.finish == "error") == (request_id in driver.device.evil)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_an_image_that_cannot_be_encoded_ends_those_who_show_it_alone(seed):
+    driver = drive(seed, requests=12, aborts=0.0, discards=0.1, evil=0.0, unfit=0.3)
+    for request_id, answer in driver.answers.items():
+        message = driver.messages[request_id]
+        if answer.final.status not in (400, 429) and not message.generated:
+            unfit = driver.unfit.intersection(image.digest for image in message.images)
+            assert (answer.final.finish == "error") == bool(unfit)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 def test_plans_are_a_function_of_the_calls(depth):
     def plans() -> list:
         random = Random(depth)
-        driver = Driver(limits(num_blocks=12, prefix_cache=True), depth=depth)
+        driver = Driver(limits(num_blocks=12, prefix_cache=True, max_image_tokens=9), depth=depth)
         for number in range(30):
             for message in random_messages(random, number, 40):
                 driver.submit(message)
