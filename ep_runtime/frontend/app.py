@@ -15,9 +15,14 @@ from ep_runtime.frontend.guard import OPEN_PATHS, Guard
 ROUTERS = (chat.router, completions.router, models.router, tokenize.router, health.router, metrics.router)
 
 
+IMAGE_PATHS = ("/v1/chat/completions", "/tokenize")
+"""Where images may be in the body."""
+
+
 def build_app(front: Frontend, version: str) -> FastAPI:
     """The application over one Frontend."""
     config = front.config
+    larger = max(config.max_request_bytes, config.max_image_request_bytes)
     app = FastAPI(
         title="ep_runtime",
         version=version,
@@ -36,6 +41,7 @@ def build_app(front: Frontend, version: str) -> FastAPI:
         max_bytes=config.max_request_bytes,
         max_held=config.max_held_bytes,
         body_seconds=config.body_seconds,
+        larger={} if front.text.vision is None else dict.fromkeys(IMAGE_PATHS, larger),
     )
     if config.cors_origins:
         # The outermost, so that browsers may read refusals too and preflights need no key.

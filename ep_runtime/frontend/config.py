@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ep_runtime.frontend.vision.hosts import parse_hosts
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -37,6 +39,9 @@ class FrontendConfig(BaseModel):
 
     max_request_bytes: int = Field(default=16 * 2**20, ge=1024)
     body_seconds: Seconds = Field(default=60.0, description="Longest time for a client to send its body")
+    max_image_request_bytes: int = Field(
+        default=64 * 2**20, ge=1024, description="The same where images may be in it, if the model takes any"
+    )
     max_queue: int = Field(default=1024, ge=0, description="Sequences accepted beyond those that run at once; more get 429")
     max_held_bytes: int = Field(default=2**30, ge=2**20, description="Bodies of all unfinished requests together; more get 429")
     stream_buffer_bytes: int = Field(default=2**20, ge=1024, description="Output a slow reader may leave unread")
@@ -49,6 +54,30 @@ class FrontendConfig(BaseModel):
     )
     grammar_seconds: Seconds = Field(default=5.0, description="Longest time to compile one request's grammar")
     max_schema_bytes: int = Field(default=128 * 2**10, ge=256)
+
+    image_url_hosts: tuple[str, ...] = Field(default=(), description="Hosts that images are fetched from; none: no URL is fetched")
+    image_url_seconds: Seconds = Field(default=10.0, description="Longest time to fetch one image, redirects included")
+    image_dir: str | None = Field(default=None, description="Folder below which file:// URLs may lie; absent: nowhere")
+    max_images: int = Field(default=16, ge=0, description="Images and videos of one request")
+    max_image_bytes: int = Field(default=20 * 2**20, ge=1024, description="One encoded image or video")
+    max_image_pixels: int = Field(default=4 * 2**20, ge=1024, description="Of one image after resizing, if the model allows more")
+    max_video_pixels: int = Field(default=24 * 2**20, ge=1024, description="The same over all frames of one video")
+    image_memory_bytes: int = Field(default=2**30, ge=1024, description="Decoded images of all unfinished requests; more get 429")
+    decoders: int = Field(default=2, ge=1, description="Processes that decode images, one at a time each")
+    decode_seconds: Seconds = Field(default=20.0, description="Longest time to decode one image or video")
+    decoder_memory_bytes: int = Field(default=2**30, ge=2**28, description="Address space of each of those processes")
+
+    @field_validator("image_url_hosts")
+    @classmethod
+    def _hosts_are_hosts(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        parse_hosts(entries)
+        return entries
+
+    @model_validator(mode="after")
+    def _folder_is_there(self) -> FrontendConfig:
+        if self.image_dir is not None and not Path(self.image_dir).is_dir():
+            raise ValueError(f"image_dir is no folder: {self.image_dir}")
+        return self
 
     @model_validator(mode="after")
     def _socket_path_fits(self) -> FrontendConfig:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from fastapi import Request
 
@@ -17,6 +18,12 @@ from ep_runtime.frontend.journal import Journal
 from ep_runtime.frontend.metrics import Metrics
 from ep_runtime.frontend.readiness import Phase, unready_reason
 from ep_runtime.frontend.text_stack import TextStack
+from ep_runtime.frontend.vision.decoders import Decoders
+from ep_runtime.frontend.vision.fetching import Fetcher, FetchPolicy
+from ep_runtime.frontend.vision.hosts import parse_hosts
+from ep_runtime.frontend.vision.loader import MediaLoader
+from ep_runtime.frontend.vision.memory import ImageMemory
+from ep_runtime.frontend.vision.settings import VisionSettings
 from protocol.messages import EpochReady
 
 FIRST_WORD_S = 2.0
@@ -24,14 +31,27 @@ FIRST_WORD_S = 2.0
 
 
 class Frontend:
-    """The process's parts, made once in main and passed down. `draining` is set by SIGTERM."""
+    """The process's parts, made once in main and passed down. `draining` is set by SIGTERM.
 
-    def __init__(self, config: FrontendConfig, text: TextStack, journal: Journal, engine: EngineClient, metrics: Metrics) -> None:
+    `media` is None for a model that takes text alone; without one given it is made from the configuration.
+    """
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        text: TextStack,
+        journal: Journal,
+        engine: EngineClient,
+        metrics: Metrics,
+        media: MediaLoader | None = None,
+    ) -> None:
         self.config = config
         self.text = text
         self.journal = journal
         self.engine = engine
         self.metrics = metrics
+        self.media = media if media is not None or text.vision is None else make_loader(config, text.vision)
+        self.image_memory = ImageMemory(config.image_memory_bytes, lambda: journal.image_bytes)
         self.draining = False
         self.started = int(time.time())
         self._preparing = 0
@@ -49,6 +69,13 @@ class Frontend:
             raise ApiError(
                 400, f"The model {name[:200]!r} is not served; this server has: {served}", param="model", code="model_not_found"
             )
+
+    def inputs(self, info: EpochReady) -> list[str]:
+        """What the model takes and this process can prepare, `text` first."""
+        ours = {"text"}
+        if self.media is not None:
+            ours |= {"image"} if self.media.settings.video is None else {"image", "video"}
+        return [name for name in info.inputs if name in ours]
 
     async def reach_engine(self) -> EpochReady:
         """`open_engine` for a request that has just come: a process that has just started waits for word of an engine first."""
@@ -93,6 +120,11 @@ class Frontend:
         finally:
             self._preparing -= sequences
 
+    def close(self) -> None:
+        """End the processes that this one started."""
+        if self.media is not None:
+            self.media.close()
+
     def generation(self, stream: bool) -> Generation:
         """A new request's fan-in."""
         limit = self.config.stream_buffer_bytes if stream else self.config.answer_bytes
@@ -101,6 +133,14 @@ class Frontend:
     def unready_reason(self) -> str | None:
         """Why /ready says 503; None when it says 200."""
         return unready_reason(self.engine.health, self.draining, time.monotonic(), self.config.ready_bound_seconds)
+
+
+def make_loader(config: FrontendConfig, settings: VisionSettings) -> MediaLoader:
+    """The loader of images and videos, as configured; its processes start with the first image."""
+    policy = FetchPolicy(hosts=parse_hosts(config.image_url_hosts), most=config.max_image_bytes, seconds=config.image_url_seconds)
+    decoders = Decoders(count=config.decoders, seconds=config.decode_seconds, memory_bytes=config.decoder_memory_bytes)
+    folder = None if config.image_dir is None else Path(config.image_dir)
+    return MediaLoader(settings, Fetcher(policy), decoders, folder=folder, most=config.max_image_bytes)
 
 
 def frontend_of(request: Request) -> Frontend:

@@ -60,6 +60,7 @@ async def run(config: FrontendConfig, text: TextStack, sock: socket.socket) -> N
         await serve(front, build_app(front, package_version()), sock)
         journal.check_integrity()
     finally:
+        front.close()
         engine.close()
         text.close()
 

@@ -82,6 +82,7 @@ class Metrics:
             "ep_request_seconds", "Generation request, start to end", ["endpoint"], buckets=LATENCY_BUCKETS, registry=registry
         )
         self.journal_sequences = Gauge("ep_journal_sequences", "Unfinished sequences in the journal", registry=registry)
+        self.image_bytes = Gauge("ep_image_bytes", "Decoded images of unfinished requests", registry=registry)
         self.epoch = Gauge("ep_epoch", "Number of the newest epoch", registry=registry)
         self.ready = Gauge("ep_ready", "1 while /ready says 200", registry=registry)
         self.epochs_ended = Counter("ep_epochs_ended", "Epochs that ended", registry=registry)

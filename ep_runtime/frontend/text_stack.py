@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from ep_runtime.frontend.text.token_bound import utf8_size
 from ep_runtime.frontend.text.tokenizer import Tokenizer
 from ep_runtime.frontend.text.tools import choose_parser, marker_tokens, tool_parser
 from ep_runtime.frontend.text_jobs import TextJobs
+from ep_runtime.frontend.vision.settings import VisionSettings, load_vision
+from protocol.messages import VisionInput
 
 log = logging.getLogger(__name__)
 CheckLeast = Callable[[int], None]
@@ -40,10 +42,22 @@ TAIL = 8
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt as text (empty when it was given as ids) and as token ids."""
+    """A prompt as text (empty when it was given as ids) and as token ids, with the images among them."""
 
     text: str
     ids: list[int]
+    images: list[VisionInput] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """What a chat template is told beside the messages; and whether the tokenizer adds its own special tokens to its text."""
+
+    tools: list[dict[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    kwargs: dict[str, Any]
+    add_special_tokens: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +90,12 @@ class TextStack:
         self.reasoning_name = config.reasoning_parser or "none"
         auto = choose_parser(template.source, family) if template is not None else "none"
         self.tool_parser_name = auto if config.tool_call_parser == "auto" else (config.tool_call_parser or "none")
+        self.vision: VisionSettings | None = load_vision(
+            Path(config.model),
+            tokenizer,
+            max_image_pixels=config.max_image_pixels,
+            max_video_pixels=config.max_video_pixels,
+        )
         self._jobs = TextJobs()
         # A running sequence waits for its mask, and the engine with it: masks must not queue behind somebody's long prompt.
         self.mask_pool = ThreadPoolExecutor(2, thread_name_prefix="mask")
@@ -111,21 +131,8 @@ class TextStack:
         """Text of token ids, special tokens included."""
         return await self._jobs.run(lambda: self.tokenizer.decode(ids, skip_special_tokens=False), len(ids))
 
-    async def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        kwargs: dict[str, Any],
-        add_special_tokens: bool,
-        check_least: CheckLeast | None = None,
-    ) -> RenderedPrompt:
-        """The chat as the template writes it. Raises ApiError 400 when there is no template or it refuses the messages.
-
-        `check_least` is `encode`'s.
-        """
+    async def write_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+        """The chat as the template writes it. Raises ApiError 400 when there is no template or it refuses the messages."""
         template = self._template
         if template is None:
             raise ApiError(400, "The model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
@@ -133,19 +140,18 @@ class TextStack:
         def work() -> str:
             return template.render(
                 messages,
-                tools=tools or None,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                kwargs=kwargs,
+                tools=options.tools or None,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                kwargs=options.kwargs,
             )
 
         try:
-            text = await self._jobs.run(work)
+            return await self._jobs.run(work)
         except TemplateError as error:
             raise ApiError(
                 400, f"The chat template refused the messages: {error}", param="messages", code="template_error"
             ) from None
-        return RenderedPrompt(text, await self.encode(text, add_special_tokens, check_least))
 
     def parts(self, prompt: RenderedPrompt, rules: OutputRules) -> ChoiceParts:
         """Fresh machinery for one sequence."""

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import zmq
+from pydantic import ValidationError
 
 from ep_runtime.config import RuntimeConfig
 from ep_runtime.frontend.config import FrontendConfig
+from ep_runtime.settings import ConfigRefused
 from ep_runtime.supervise.events import FrontendEnded
 from ep_runtime.supervise.loop import Loop
 from ep_runtime.supervise.process import Child
@@ -34,7 +36,15 @@ STDOUT = 1
 
 
 def frontend_config(config: RuntimeConfig, model: Path, runtime_dir: Path, listen_fd: int | None = None) -> FrontendConfig:
-    """What the frontend is told, from the resolved configuration and the model's folder."""
+    """What the frontend is told, from the resolved configuration and the model's folder. Raises `ConfigRefused`."""
+    try:
+        return _frontend_config(config, model, runtime_dir, listen_fd)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigRefused(": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])) from error
+
+
+def _frontend_config(config: RuntimeConfig, model: Path, runtime_dir: Path, listen_fd: int | None) -> FrontendConfig:
     return FrontendConfig(
         model=str(model),
         runtime_dir=str(runtime_dir),
@@ -51,7 +61,14 @@ def frontend_config(config: RuntimeConfig, model: Path, runtime_dir: Path, liste
         cors_origins=config.cors_origins,
         log_level=config.log_level,
         max_request_bytes=config.max_request_bytes,
+        max_image_request_bytes=config.max_image_request_bytes,
         max_queue=config.max_queue,
+        image_url_hosts=config.image_url_hosts,
+        image_dir=config.image_dir,
+        max_images=config.max_images,
+        max_image_bytes=config.max_image_bytes,
+        max_image_pixels=config.max_image_pixels,
+        image_memory_bytes=config.image_memory_bytes,
         drain_seconds=max(config.drain_timeout, 0.1),
         ready_bound_seconds=config.command_timeout,
     )

@@ -12,15 +12,18 @@ from starlette.responses import Response
 
 from ep_runtime.frontend.api.answer import answer
 from ep_runtime.frontend.api.chat_answer import ChatCompletion, ChatWriter
-from ep_runtime.frontend.api.chat_schema import ChatRequest, Message, NamedToolChoice
+from ep_runtime.frontend.api.chat_schema import ChatRequest, NamedToolChoice
 from ep_runtime.frontend.api.errors import GENERATION_ERRORS, ApiError
+from ep_runtime.frontend.api.streaming import while_connected
 from ep_runtime.frontend.api.strict_json import StrictRoute
 from ep_runtime.frontend.choice import Choice
 from ep_runtime.frontend.context import Frontend, frontend_of
 from ep_runtime.frontend.grammar_driver import GrammarDriver
+from ep_runtime.frontend.prompt import check_media, media_parts, write_prompt
 from ep_runtime.frontend.reasoning_gate import MaskSource
 from ep_runtime.frontend.sampling import check_least, derive_seed, draw_seed, sampling_params, token_budget
-from ep_runtime.frontend.text_stack import OutputRules, RenderedPrompt
+from ep_runtime.frontend.text_stack import ChatOptions, OutputRules, RenderedPrompt
+from ep_runtime.frontend.vision.memory import Hold
 from protocol.messages import EpochReady, SamplingParams, Submit
 
 router = APIRouter(tags=["generation"], route_class=StrictRoute)
@@ -39,8 +42,8 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     front.check_model(body.model)
     check_tools_served(front, body)
     info = await front.reach_engine()
-    with front.preparing(info, body.n):
-        prompt = await render(front, body, info)
+    with front.preparing(info, body.n), front.image_memory.holding() as hold:
+        prompt = await render(request, front, body, info, hold)
         sampling = make_sampling(front, body, prompt, info)
         grammars = await make_grammars(front, body, prompt)
     # Time has passed in threads: what was checked at the start must still hold.
@@ -88,6 +91,7 @@ async def run(
             sampling=params,
             priority=body.priority,
             mask=b"" if grammar is None else grammar[1],
+            images=prompt.images,
         )
         for index, (params, grammar) in enumerate(zip(sampling, grammars, strict=True))
     ]
@@ -107,29 +111,31 @@ async def run(
     return await answer(request, front, generation, writer, body.stream, group)
 
 
-async def render(front: Frontend, body: ChatRequest, info: EpochReady) -> RenderedPrompt:
-    """The prompt that the chat template writes; 400 when it is empty, or certainly too long."""
+async def render(request: Request, front: Frontend, body: ChatRequest, info: EpochReady, hold: Hold) -> RenderedPrompt:
+    """The prompt that the chat template writes, with its images; 400 when it is empty, or certainly too long.
+
+    Raises ClientGone when the client goes while its images are loaded.
+    """
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     generate = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-    prompt = await front.text.render(
-        plain_messages(body.messages),
+    options = ChatOptions(
         tools=body.active_tools,
         add_generation_prompt=generate,
         continue_final_message=body.continue_final_message,
         kwargs=kwargs,
         add_special_tokens=body.add_special_tokens,
-        check_least=lambda least: check_least(least, body.token_limit, info.max_model_len),
     )
+    media = media_parts(body.messages)
+    await check_media(request, front, media, info)
+    writing = write_prompt(
+        front, body.messages, media, hold, options, lambda least: check_least(least, body.token_limit, info.max_model_len)
+    )
+    prompt = await (while_connected(request.receive, writing) if media else writing)
     if not prompt.ids:
         raise ApiError(400, "The rendered prompt is empty", param="messages")
     return prompt
-
-
-def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as the template side takes them, without the fields that are accepted and not used."""
-    return [message.model_dump(exclude_none=True, exclude={"refusal", "annotations"}) for message in messages]
 
 
 def check_tools_served(front: Frontend, body: ChatRequest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ep_runtime.frontend.api.common_schema import MAX_LOGPROBS, SamplingFields, StrictModel, refuse
 
@@ -18,14 +18,62 @@ class TextPart(StrictModel):
     text: str
 
 
-def _only_text(part: Any) -> Any:
+class ImageUrl(StrictModel):
+    """Where an image is, or in a data URI the image itself."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted and not used")
+
+
+class ImagePart(StrictModel):
+    """An image in a message, for models that take images."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class VideoUrl(StrictModel):
+    """Where a video is, or in a data URI the video itself."""
+
+    url: str
+
+
+class VideoPart(StrictModel):
+    """A video in a message, for models that take videos."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
+def _known_part(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind != "text":
-        raise refuse("messages", f"content parts of type {kind[:40]!r} are not supported: the model takes text")
+    if isinstance(kind, str) and kind not in ("text", "image_url", "video_url"):
+        raise refuse("messages", f"content parts of type {kind[:40]!r} are not supported: text, image_url and video_url are")
     return part
 
 
-Part = Annotated[TextPart, BeforeValidator(_only_text)]
+def _only_text(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise refuse("messages", f"content parts of type {kind[:40]!r} are not supported in the assistant's messages: text is")
+    return part
+
+
+def _part_tag(part: Any) -> str | None:
+    """Names the branch of a part's union otherwise than its fields, so that the path of an error tells them apart."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return f"{kind} part" if isinstance(kind, str) else None
+
+
+TextOnly = Annotated[TextPart, BeforeValidator(_only_text)]
+AnyPart = Annotated[
+    Annotated[TextPart, Tag("text part")]
+    | Annotated[ImagePart, Tag("image_url part")]
+    | Annotated[VideoPart, Tag("video_url part")],
+    Discriminator(_part_tag),
+]
+Part = Annotated[AnyPart, BeforeValidator(_known_part)]
+TextContent = str | Annotated[list[TextOnly], Field(fail_fast=True, min_length=1)]
 Content = str | Annotated[list[Part], Field(fail_fast=True, min_length=1)]
 
 
@@ -65,7 +113,7 @@ class AssistantMessage(StrictModel):
     """An earlier answer, as this server gives it."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: TextContent | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None

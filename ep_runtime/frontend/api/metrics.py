@@ -16,5 +16,6 @@ async def metrics(request: Request) -> Response:
     """Counters, gauges and histograms in Prometheus' text format."""
     front = frontend_of(request)
     front.metrics.journal_sequences.set(len(front.journal))
+    front.metrics.image_bytes.set(front.image_memory.held)
     front.metrics.ready.set(front.unready_reason() is None)
     return Response(generate_latest(front.metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -15,13 +15,14 @@ router = APIRouter(tags=["models"])
 
 
 class ModelCard(BaseModel):
-    """One served name. `max_model_len` is null until an engine has reported."""
+    """One served name. `max_model_len` and `input_modalities` (`text`, `image`, `video`) are null until an engine has reported."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int | None
+    input_modalities: list[str] | None
 
 
 class ModelList(BaseModel):
@@ -34,8 +35,14 @@ class ModelList(BaseModel):
 def model_card(front: Frontend, name: str) -> dict[str, Any]:
     """A ModelCard as plain data."""
     info = front.engine.info
-    limit = None if info is None else info.max_model_len
-    return {"id": name, "object": "model", "created": front.started, "owned_by": "ep_runtime", "max_model_len": limit}
+    return {
+        "id": name,
+        "object": "model",
+        "created": front.started,
+        "owned_by": "ep_runtime",
+        "max_model_len": None if info is None else info.max_model_len,
+        "input_modalities": None if info is None else front.inputs(info),
+    }
 
 
 @router.get("/v1/models", response_model=ModelList, responses=error_responses(401))

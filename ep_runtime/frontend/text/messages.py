@@ -11,6 +11,8 @@ from jinja2 import nodes
 
 from ep_runtime.frontend.text.errors import TemplateError
 
+MEDIA_PARTS = ("image", "video")
+"""Parts for which a template writes a placeholder; what is shown there comes by another way."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -41,8 +43,9 @@ def template_needs(tree: nodes.Template, source: str) -> TemplateNeeds:
 def normalise(messages: Sequence[Mapping[str, Any]], needs: TemplateNeeds) -> list[dict[str, Any]]:
     """Copies of the messages in the template's form; other keys (name, tool_call_id, ...) pass through.
 
-    Content parts are joined by line breaks, or passed as a list where the template loops over content; missing content becomes the
-    empty string. Argument text of tool calls becomes the object it encodes. Raises TemplateError naming the message that cannot be.
+    Content parts are joined by line breaks, or passed as a list where the template loops over content, images and videos as
+    `{"type": "image"}` and `{"type": "video"}`; missing content becomes the empty string. Argument text of tool calls becomes the
+    object it encodes. Raises TemplateError naming the message that cannot be.
     """
     return [_message(index, message, needs) for index, message in enumerate(messages)]
 
@@ -73,20 +76,22 @@ def _content(where: str, content: object, needs: TemplateNeeds) -> str | list[di
         return content if needs.content_strings else [{"type": "text", "text": content}]
     if not isinstance(content, Sequence):
         raise TemplateError(f"{where}.content: neither a string nor a list of parts")
-    texts = [_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
-    return [{"type": "text", "text": text} for text in texts] if needs.content_lists else "\n".join(texts)
+    parts = [_part(f"{where}.content[{i}]", part, needs) for i, part in enumerate(content)]
+    return parts if needs.content_lists else "\n".join(part["text"] for part in parts)
 
 
-def _part(where: str, part: object) -> str:
+def _part(where: str, part: object, needs: TemplateNeeds) -> dict[str, str]:
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in MEDIA_PARTS and needs.content_lists:
+        return {"type": kind}
     if not isinstance(part, Mapping) or kind not in _TEXT_PARTS:
         raise TemplateError(f"{where}: content of type {kind!r} is not supported by this model")
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise TemplateError(f"{where}.{_TEXT_PARTS[kind]}: not a string")
-    return text
+    return {"type": "text", "text": text}
 
 
 def _tool_call(where: str, call: object) -> dict[str, Any]:
