@@ -1,4 +1,4 @@
-"""`python -m ep_runtime.bench decode|prefill|throughput|collectives|demo|recovery`.
+"""`python -m ep_runtime.bench decode|prefill|throughput|collectives|demo|recovery|vision`.
 
 The first three also run under torchrun, with any ranks; `collectives` runs under torchrun alone.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from ep_runtime.bench import collectives, decode, demo, prefill, recovery
+from ep_runtime.bench import collectives, decode, demo, prefill, recovery, vision
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> None:
         "collectives": (collectives.__doc__, collectives.add_arguments, collectives.run),
         "demo": (demo.__doc__, demo.add_arguments, demo.run),
         "recovery": (recovery.__doc__, recovery.add_arguments, recovery.run),
+        "vision": (vision.__doc__, vision.add_arguments, vision.run),
     }
     for name, (text, add_arguments, run) in kinds.items():
         command = commands.add_parser(name, help=text, description=text)

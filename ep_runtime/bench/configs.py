@@ -1,4 +1,4 @@
-"""Published configurations of the models that are measured, as their config.json states them, text part alone.
+"""Published configurations of the models that are measured, as their config.json states them; most without their vision part.
 
 Written into a folder without weights, they are what `--load-format dummy` needs.
 """
@@ -109,10 +109,98 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+TINY = "tiny"
+
+VISION_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3.5-35b-a3b": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_id": 248056,
+        "model_type": "qwen3_5_moe",
+        "text_config": {name: value for name, value in CONFIGS["qwen3.5-35b-a3b"].items() if name != "architectures"},
+        "tie_word_embeddings": False,
+        "video_token_id": 248057,
+        "vision_config": {
+            "deepstack_visual_indexes": [],
+            "depth": 27,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "in_channels": 3,
+            "intermediate_size": 4304,
+            "model_type": "qwen3_5_moe",
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": 2048,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    },
+    TINY: {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "dtype": "float32",
+        "image_token_id": 500,
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            **CONFIGS["qwen3.5-35b-a3b"],
+            "dtype": "float32",
+            "eos_token_id": 2,
+            "head_dim": 32,
+            "hidden_size": 64,
+            "linear_key_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_value_head_dim": 16,
+            "max_position_embeddings": 16384,
+            "moe_intermediate_size": 32,
+            "num_attention_heads": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                **CONFIGS["qwen3.5-35b-a3b"]["rope_parameters"],
+                "mrope_section": [2, 1, 1],
+            },
+            "shared_expert_intermediate_size": 32,
+            "vocab_size": 512,
+        },
+        "tie_word_embeddings": False,
+        "video_token_id": 501,
+        "vision_config": {
+            "depth": 3,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 64,
+            "in_channels": 3,
+            "intermediate_size": 96,
+            "model_type": "qwen3_5_moe",
+            "num_heads": 2,
+            "num_position_embeddings": 144,
+            "out_hidden_size": 64,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "vision_end_token_id": 503,
+        "vision_start_token_id": 502,
+    },
+}
+"""Models with their vision parts: a published one, and a tiny one for a CPU."""
+
 
 def write_config(name: str, folder: Path, layers: int | None = None) -> None:
     """Put the configuration `name` into `folder` as config.json; `layers` shortens the model, for quick looks at its layers."""
     config = dict(CONFIGS[name])
     if layers is not None:
         config["num_hidden_layers"] = layers
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def write_vision_config(name: str, folder: Path, layers: int | None = None) -> None:
+    """Put a configuration with its vision part into `folder`; `layers` shortens the text model, not the tower."""
+    config = dict(VISION_CONFIGS[name])
+    if layers is not None:
+        config["text_config"] = config["text_config"] | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -23,15 +23,19 @@ from ep_runtime.bench.steps import Arrival
 from ep_runtime.engine.main import collect_garbage, pick_device
 from ep_runtime.offline import LLM, SamplingParams
 from ep_runtime.supervise.place import read_place
-from protocol.messages import Results
+from protocol.messages import Abort, Results, Submit
 
 
 class MeasuredLLM(LLM):
-    """Notes each step's arrival on the host. Answers are token ids alone: detokenization is no part of what is measured."""
+    """Notes each step's arrival on the host. Answers are token ids alone: detokenization is no part of what is measured.
+
+    `generate` runs whole loads; `submit` hands over one request while `head.turn` is called by hand. `on_results` sees all results.
+    """
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.arrivals: list[Arrival] = []
         self.on_arrival: Callable[[Arrival], None] = self.arrivals.append
+        self.on_results: Callable[[Results], None] | None = None
         started = time.perf_counter()
         super().__init__(model, **settings)
         self.ready_seconds = time.perf_counter() - started
@@ -41,10 +45,17 @@ class MeasuredLLM(LLM):
         self.parallel = self._rank.parallel
         self.load_report = self._rank.loaded.report
         self.vocab_size = self._rank.spec.vocab_size
+        self.encoded = self._rank.images
         loaded = self._rank.loaded
+        # A decode step reads nothing of the tower.
+        tower = sum(weight.nbytes for weight in loaded.model.tower.parameters()) if loaded.model.tower is not None else 0
         self.weights: WeightBytes = weight_bytes(
-            loaded.config, self.parallel, loaded.placement, self.load_report.nbytes, self.dtype
+            loaded.config, self.parallel, loaded.placement, self.load_report.nbytes - tower, self.dtype
         )
+
+    def submit(self, message: Submit | Abort) -> None:
+        """Hand a request to the head, or take some back; the next turn of the head receives it."""
+        self._port.send(message)
 
     def step_bytes(self, batch: int, context: int) -> StepBytes:
         """What the busier rank moves in one decode step."""
@@ -58,6 +69,8 @@ class MeasuredLLM(LLM):
 
     def _take(self, results: Results) -> None:
         super()._take(results)
+        if self.on_results is not None:
+            self.on_results(results)
         sequences = sum(1 for update in results.updates if update.tokens)
         if sequences:
             self.on_arrival(Arrival(time.perf_counter(), sequences))
@@ -95,6 +108,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--config-name", choices=sorted(CONFIGS), help="a published configuration with dummy weights")
     parser.add_argument("--layers", type=int, help="shorten --config-name to this many layers")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
+    add_run_arguments(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say how a model runs."""
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--forward-mode", choices=["reference", "eager", "graph"])
