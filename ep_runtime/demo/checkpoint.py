@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,12 +56,17 @@ def demo_checkpoint(root: Path | None = None) -> Path:
     """
     source = gguf_file()
     target = (root or cache_root()) / f"demo-{importlib.metadata.version(PACKAGE)}-{BUILDER_VERSION}"
+    return built_once(target, lambda folder: write_checkpoint(source, folder))
+
+
+def built_once(target: Path, build: Callable[[Path], None]) -> Path:
+    """`target`, which `build` fills under another name unless it is there."""
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
     try:
-        write_checkpoint(source, building)
+        build(building)
         with contextlib.suppress(OSError):  # another process was first; its folder is the same
             building.rename(target)
         if not target.is_dir():

@@ -1,4 +1,4 @@
-"""The demo from end to end: build the checkpoint, serve it over two ranks with torchrun, ask, and stay up."""
+"""The demos from end to end: build the checkpoint, serve it over two ranks with torchrun, ask, and stay up."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import openai
 import psutil
 
 from ep_runtime.demo.checkpoint import DemoUnavailable, demo_checkpoint
 from ep_runtime.demo.client import QUESTION, ask
+from ep_runtime.demo.vision_checkpoint import vision_checkpoint
+from ep_runtime.demo.vision_client import WrongAnswer, show_and_ask
+from ep_runtime.demo.vision_text import ONE
 
 READY_SECONDS = 600.0
 END_SECONDS = 40.0
@@ -28,9 +34,44 @@ class DemoFailed(Exception):
     """The server did not come up or went away; the message says which."""
 
 
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """A model to show: its folder, how that is made, and the questions to the server at a base URL (True when answered)."""
+
+    checkpoint: Callable[[], Path]
+    made: str
+    ask: Callable[[str], bool]
+    more: str
+    """Arguments of the client that asks more."""
+    named: bool
+    """The server must be told the folder: it is not the one that it serves by default."""
+
+
+def ask_in_text(base_url: str) -> bool:
+    """The text demo's question."""
+    print(f"\nQuestion: {QUESTION}\nAnswer:   ", end="", flush=True)
+    return bool(ask(base_url, QUESTION).strip())
+
+
+def ask_about_pictures(base_url: str) -> bool:
+    """The vision demo's questions; raises `WrongAnswer`."""
+    show_and_ask(base_url)
+    return True
+
+
+DEMOS = {
+    "text": Demo(demo_checkpoint, "built", ask_in_text, "'QUESTION'", named=False),
+    "vision": Demo(vision_checkpoint, "trained for a minute or two", ask_about_pictures, f"--picture FILE '{ONE}'", named=True),
+}
+"""By the name that `--model` takes."""
+
+
 def main() -> int:
-    """`python -m ep_runtime.demo.run [--oneshot] [--port N]`; exit status 0 when an answer came and everything ended."""
+    """`python -m ep_runtime.demo.run [--model text|vision] [--oneshot]`; exit status 0 when all was answered and ended."""
     parser = argparse.ArgumentParser(prog="python -m ep_runtime.demo.run", description=__doc__)
+    parser.add_argument(
+        "--model", choices=sorted(DEMOS), default="text", help="vision: a model that looks at pictures, trained on the first run"
+    )
     parser.add_argument("--oneshot", action="store_true", help="end after the answer instead of staying up")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--ranks", type=int, default=2)
@@ -38,17 +79,19 @@ def main() -> int:
     # SIGTERM ends the demo as Ctrl-C does: the server runs in a session of its own and would outlive it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        print("Demo checkpoint (built on the first run) ...", flush=True)
-        print(f"  {demo_checkpoint()}", flush=True)
-        return show(flags.port, flags.ranks, flags.oneshot)
-    except (DemoUnavailable, DemoFailed, openai.APIError) as error:
+        return show(DEMOS[flags.model], flags.port, flags.ranks, flags.oneshot)
+    except (DemoUnavailable, DemoFailed, WrongAnswer, openai.APIError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
 
 
-def show(port: int, ranks: int, oneshot: bool) -> int:
-    """Serve, ask, and stay or end; the exit status."""
+def show(demo: Demo, port: int, ranks: int, oneshot: bool) -> int:
+    """Build, serve, ask, and stay or end; the exit status."""
+    print(f"Demo checkpoint ({demo.made} on the first run) ...", flush=True)
+    folder = demo.checkpoint()
+    print(f"  {folder}", flush=True)
     arguments = ["--nproc-per-node", str(ranks), "-m", "ep_runtime.serve", "--device", "cpu", "--port", str(port)]
+    arguments += ["--model", str(folder)] if demo.named else []
     print(f"$ torchrun {' '.join(arguments)}", flush=True)
     server = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
@@ -58,11 +101,10 @@ def show(port: int, ranks: int, oneshot: bool) -> int:
     )
     try:
         wait_ready(server, f"http://127.0.0.1:{port}/ready")
-        print(f"\nQuestion: {QUESTION}\nAnswer:   ", end="", flush=True)
-        answered = bool(ask(f"http://127.0.0.1:{port}/v1", QUESTION).strip())
+        answered = demo.ask(f"http://127.0.0.1:{port}/v1")
         if not oneshot:
             print(f"\nServing on http://127.0.0.1:{port}/v1 until Ctrl-C. Ask more, in another terminal:", flush=True)
-            print(f"{sys.executable} -m ep_runtime.demo.client --base-url http://127.0.0.1:{port}/v1 'QUESTION'", flush=True)
+            print(f"{sys.executable} -m ep_runtime.demo.client --base-url http://127.0.0.1:{port}/v1 {demo.more}", flush=True)
             raise DemoFailed(f"the server ended with status {server.wait()}")
     except KeyboardInterrupt:
         answered = True
