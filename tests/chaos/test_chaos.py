@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from tests.support.chaos_faults import UNREADY_SECONDS, Fault, inject, plan_faults
-from tests.support.chaos_judge import Judge, judge_reference, whole
-from tests.support.chaos_requests import MARKERS, Answer, Clients, Request, long_stream, mixed_request
+from tests.support.chaos_judge import Judge, judge_answers, judge_reference, whole
+from tests.support.chaos_requests import MARKERS, Clients, Request, long_stream, mixed_request
 from tests.support.chaos_server import ChaosServer, assert_nothing_leaks
 from tests.support.chaos_watch import Watch
 
@@ -48,7 +48,7 @@ def run_wave(server: ChaosServer, clients: Clients, wave: list[Request], fault: 
     everywhere = fault.kind.endswith("everywhere")
     clients.put(rest if everywhere else [marked, *rest])
     assert come.wait(60), f"the long stream of the wave of {fault} does not come to its token"
-    marker = marked.body["prompt"][0]
+    marker = marked.body["prompt"][:1]
     return inject(server, fault, command_timeout=COMMAND_TIMEOUT, marker=marker, send_marked=lambda: clients.put([marked]))
 
 
@@ -83,7 +83,7 @@ def test_every_request_ends_once_with_the_tokens_that_it_would_have_had(serve: C
                 lies += [(fault, look) for look in watch.untruthful(epoch, since)]
             epoch += fault.epochs
         answers = clients.join()
-    judge_answers(server, requests, answers, reference)
+    judge_answers(Judge(server.model), requests, answers, reference)
     assert lies == []
     assert {look.health for look in watch.looks} == {200}
     metrics = server.metrics()
@@ -93,19 +93,3 @@ def test_every_request_ends_once_with_the_tokens_that_it_would_have_had(serve: C
     assert metrics["ep_replayed_sequences_total"] > len(faults)
     assert server.frontend().pid == frontend.pid
     assert_nothing_leaks(server)
-
-
-def judge_answers(
-    server: ChaosServer, requests: dict[int, Request], answers: dict[int, Answer], reference: dict[int, Answer]
-) -> None:
-    """Every answer is whole and as without faults; only a request that ran alone may have failed."""
-    judge = Judge(server.model)
-    assert sorted(answers) == sorted(requests)
-    wrong = [line for number, answer in answers.items() for line in whole(requests[number], answer)]
-    failed = [answer.error for answer in answers.values() if answer.error]
-    for number, answer in sorted(answers.items()):
-        if not answer.error:
-            wrong += judge.same(requests[number], answer, reference[number])
-    assert wrong == [], "\n".join(wrong)
-    assert all("alone" in error and "SIGKILL" not in error for error in failed), failed
-    print(f"near ties: {judge.ties}, failed alone: {failed}")

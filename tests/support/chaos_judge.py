@@ -16,10 +16,13 @@ LOGPROB_TOLERANCE = 1e-3
 ROUTING_TIE = 1e-5
 """Gap of router logits below which rounding may choose another expert, and so other tokens."""
 
+NAME_LENGTH = 800
+"""Characters of a request in what is said of it: images are long."""
+
 
 def whole(request: Request, answer: Answer) -> list[str]:
     """What is wrong with an answer by itself: every sample ends once, and nothing comes after the end."""
-    where = f"request {request.number} ({request.body})"
+    where = _name(request)
     if answer.broken:
         return [f"{where}: {answer.broken}"]
     wrong = []
@@ -54,7 +57,7 @@ class Judge:
 
     def same(self, request: Request, answer: Answer, reference: Answer) -> list[str]:
         """What differs between two answers, near ties apart."""
-        where = f"request {request.number} ({request.body})"
+        where = _name(request)
         wrong = []
         for index, given in sorted(reference.samples.items()):
             found = answer.sample(index)
@@ -103,6 +106,10 @@ def judge_answers(judge: Judge, requests: dict[int, Request], answers: dict[int,
     assert wrong == [], "\n".join(wrong)
     assert all("alone" in error and "SIGKILL" not in error for error in failed), failed
     print(f"near ties: {judge.ties}, failed alone: {failed}")
+
+
+def _name(request: Request) -> str:
+    return f"request {request.number} ({str(request.body)[:NAME_LENGTH]})"
 
 
 def _plainly_greedy(body: dict[str, Any]) -> bool:
