@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+
+import msgspec
 
 from protocol.messages import Mask, SamplingParams, Submit, VisionInput
 
@@ -22,11 +25,20 @@ class Request:
     masks: dict[int, bytes] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Pixels:
+    """The pixels of an image, and how often live requests show it."""
+
+    data: bytes
+    uses: int = 0
+
+
 class RequestTable:
     """Live requests by id, in order of arrival, and since when each one's next mask is due."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
+        self._pixels: dict[bytes, _Pixels] = {}
         self._due: dict[str, float] = {}
         self._constrained = 0
         self._last_mask = float("-inf")
@@ -46,8 +58,9 @@ class RequestTable:
         return list(self._requests)
 
     def add(self, submit: Submit) -> None:
-        """A request that the scheduler took."""
-        request = Request(submit.request_id, submit.prompt, submit.sampling, submit.images)
+        """A request that the scheduler took. Pixels that another one has are kept once: all samples of a prompt have the same."""
+        images = [self._shared(image) for image in submit.images]
+        request = Request(submit.request_id, submit.prompt, submit.sampling, images)
         if submit.sampling.grammar:
             request.masks[len(submit.generated)] = submit.mask
             self._constrained += 1
@@ -56,9 +69,24 @@ class RequestTable:
     def remove(self, request_id: str) -> None:
         """Its terminal event went out. A request refused at submission was never here."""
         request = self._requests.pop(request_id, None)
-        if request is not None and request.sampling.grammar:
+        if request is None:
+            return
+        for image in request.images:
+            self._let_go(image.digest)
+        if request.sampling.grammar:
             self._constrained -= 1
             self._due.pop(request_id, None)
+
+    def _shared(self, image: VisionInput) -> VisionInput:
+        pixels = self._pixels.setdefault(image.digest, _Pixels(image.pixels))
+        pixels.uses += 1
+        return msgspec.structs.replace(image, pixels=pixels.data)
+
+    def _let_go(self, digest: bytes) -> None:
+        pixels = self._pixels[digest]
+        pixels.uses -= 1
+        if not pixels.uses:
+            del self._pixels[digest]
 
     # Masks
 
@@ -111,3 +139,7 @@ class RequestTable:
         constrained = [request_id for request_id, request in self._requests.items() if request.sampling.grammar]
         if len(constrained) != self._constrained or not set(self._due).issubset(constrained):
             raise ValueError(f"masks are due for {list(self._due)}; {self._constrained} of {constrained} count as constrained")
+        shown = Counter(image.digest for request in self._requests.values() for image in request.images)
+        kept = {digest: pixels.uses for digest, pixels in self._pixels.items()}
+        if kept != shown:
+            raise ValueError(f"pixels of {len(kept)} images are kept with {sum(kept.values())} uses, {shown.total()} are shown")

@@ -45,6 +45,17 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return plain
 
 
+def without_media(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of the template side with an empty text in the place of every image and video."""
+
+    def bare(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return [part if part["type"] == "text" else {"type": "text", "text": ""} for part in content]
+
+    return [message | {"content": bare(message["content"])} if "content" in message else message for message in messages]
+
+
 async def check_media(request: Request, front: Frontend, media: Sequence[MediaPart], info: EpochReady) -> None:
     """Raise ApiError when the model does not take these, when there are too many, or when the rest of the body is too large."""
     inputs = front.inputs(info)
@@ -82,8 +93,11 @@ async def write_prompt(
     videos = sum(part.kind == "video" for part in media)
     try:
         check_literals(message_texts(messages), marks)
-        text = await front.text.write_chat(plain_messages(messages), options)
+        plain = plain_messages(messages)
+        text = await front.text.write_chat(plain, options)
         check_counts(text, len(media) - videos, videos, marks)
+        if media:  # one that the template leaves out could pair with a placeholder that is written somewhere in a text
+            check_counts(await front.text.write_chat(without_media(plain), options), 0, 0, marks)
         if check_least is not None:
             check_least(front.text.tokenizer.least_tokens(text))
         decoded = await loader.load(media, hold) if media else []

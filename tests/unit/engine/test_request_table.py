@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ep_runtime.engine.requests import RequestTable
-from protocol.messages import Mask, SamplingParams, Submit
+from protocol.messages import Mask, SamplingParams, Submit, VisionInput
 
 
 def add(table: RequestTable, request_id: str, *, grammar: bool = True, generated: int = 0) -> None:
@@ -79,4 +79,26 @@ def test_its_books() -> None:
     table.remove("b")
     table.remove("a")
     table._due.clear()
+    table.check_integrity([])
+
+
+def shown(digest: bytes, start: int = 0) -> VisionInput:
+    return VisionInput(start=start, height=1, width=2, frames=1, digest=digest * 32, pixels=bytes(bytearray(digest * 600)))
+
+
+def test_pixels_are_kept_once_for_all_requests_that_show_them() -> None:
+    table = RequestTable()
+    sampling = SamplingParams(seed=0, max_tokens=9)
+    for name, images in {"a": [shown(b"1"), shown(b"1", 2)], "b": [shown(b"2"), shown(b"1", 5)]}.items():
+        table.add(Submit(name, name, [1], sampling, images=images))
+        table.check_integrity(table.ids())
+    kept = [image for name in table.ids() for image in table[name].images]
+    assert [(image.start, image.pixels[:1]) for image in kept] == [(0, b"1"), (2, b"1"), (0, b"2"), (5, b"1")]
+    assert len({id(image.pixels) for image in kept}) == 2
+    table.remove("a")
+    table.check_integrity(["b"])
+    table.add(Submit("c", "c", [1], sampling, images=[shown(b"1")]))
+    assert table["c"].images[0].pixels is table["b"].images[1].pixels
+    for name in ("b", "c", "nobody"):
+        table.remove(name)
     table.check_integrity([])
