@@ -180,7 +180,7 @@ class LLM:
 
         `images` has a list for each prompt, empty for one of text alone, or is the list of the only prompt, given as itself. A
         prompt with images is token ids with a placeholder for each row of each image, and an image says where its rows start:
-        `ep_runtime.engine.vision.inputs.vision_input` makes one from pixels and `spec.vision` of this `LLM`.
+        `ep_runtime.vision_input` makes one from pixels and `spec.vision` of this `LLM`.
 
         An exception that cuts it short in the middle, an interrupt among them, leaves an `LLM` that can only be closed: the ranks
         may have been in a command.

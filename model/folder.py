@@ -30,7 +30,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
+PROCESSORS_FILE = "processor_config.json"
+PROCESSOR_FILES = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
+"""A processor's part of `PROCESSORS_FILE`, where newer folders have its settings -> its own file."""
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
@@ -74,14 +76,14 @@ class Fingerprint(NamedTuple):
 class ModelFolder:
     """What a folder says of its model, weights aside. `generation` is empty without a generation_config.json.
 
-    `processors` are the settings of its image and video processors, by the file that has them.
+    `processors` are the settings of its `image_processor` and its `video_processor`, each with the file that has them.
     """
 
     path: Path
     config: dict[str, Any]
     generation: dict[str, Any]
     tokenizer_files: tuple[Path, ...]
-    processors: dict[str, dict[str, Any]]
+    processors: dict[str, tuple[str, dict[str, Any]]]
 
 
 def open_folder(path: Path | str) -> ModelFolder:
@@ -95,7 +97,7 @@ def open_folder(path: Path | str) -> ModelFolder:
         config=_read_json(path / "config.json"),
         generation=_read_json(generation) if generation.is_file() else {},
         tokenizer_files=tuple(path / name for name in TOKENIZER_FILES if (path / name).is_file()),
-        processors={name: _read_json(path / name) for name in PROCESSOR_FILES if (path / name).is_file()},
+        processors=_processors(path),
     )
 
 
@@ -195,6 +197,18 @@ def _tensor_info(file: Path, name: str, entry: object) -> TensorInfo:
     if (stop - start) * 8 != prod(said.shape) * DTYPE_BITS[said.dtype]:
         raise CheckpointError(f"{file}: tensor {name} of shape {said.shape} and dtype {said.dtype} has {stop - start} bytes")
     return TensorInfo(file.name, said.dtype, said.shape, start, stop - start)
+
+
+def _processors(path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Settings of processors, looked for as transformers does: in the file of both, else in their own."""
+    both = _read_json(path / PROCESSORS_FILE) if (path / PROCESSORS_FILE).is_file() else {}
+    found = {}
+    for part, name in PROCESSOR_FILES.items():
+        if isinstance(both.get(part), dict):
+            found[part] = (PROCESSORS_FILE, both[part])
+        elif (path / name).is_file():
+            found[part] = (name, _read_json(path / name))
+    return found
 
 
 def _read_json(file: Path) -> dict[str, Any]:

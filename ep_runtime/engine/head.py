@@ -237,7 +237,7 @@ class Head:
         encoder = self._encoder
         if encoder is None:
             return False
-        if not any(request_id in self.requests for request_id in encoder.requests):
+        if encoder.busy and not any(request_id in self.requests for request_id in encoder.requests):
             encoder.drop()
         if not encoder.busy and self._scheduler.images_due:
             wanted = self._scheduler.next_images(encoder.cache.capacity_rows, encoder.cache)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fastapi import Request
@@ -52,6 +53,8 @@ class Frontend:
         self.metrics = metrics
         self.media = media if media is not None or text.vision is None else make_loader(config, text.vision)
         self.image_memory = ImageMemory(config.image_memory_bytes, lambda: journal.image_bytes)
+        # One thread: several would keep the event loop from its turns.
+        self.large_bodies = ThreadPoolExecutor(1, thread_name_prefix="large-body")
         self.draining = False
         self.started = int(time.time())
         self._preparing = 0
@@ -121,7 +124,8 @@ class Frontend:
             self._preparing -= sequences
 
     def close(self) -> None:
-        """End the processes that this one started."""
+        """End the processes and the thread that this one started."""
+        self.large_bodies.shutdown(wait=False, cancel_futures=True)
         if self.media is not None:
             self.media.close()
 

@@ -64,58 +64,27 @@ class Entry:
         return msgspec.structs.replace(self.submit, generated=list(self.tokens), mask=self.mask, suspicions=len(self.suspected))
 
 
-class ImageCount:
-    """Bytes of images of unfinished sequences. Those of one group share them, so a group counts once, until its last has ended."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._sequences: dict[str, int] = {}
-
-    def add(self, submit: Submit) -> None:
-        """A sequence begins."""
-        if submit.images:
-            self._sequences[submit.group] = self._sequences.get(submit.group, 0) + 1
-            if self._sequences[submit.group] == 1:
-                self.size += _pixels(submit)
-
-    def remove(self, submit: Submit) -> None:
-        """A sequence has ended."""
-        if submit.images:
-            self._sequences[submit.group] -= 1
-            if self._sequences[submit.group] == 0:
-                del self._sequences[submit.group]
-                self.size -= _pixels(submit)
-
-    def check_integrity(self, unfinished: Iterable[Submit]) -> None:
-        """Raise AssertionError unless these are counted, and nothing else."""
-        groups = {submit.group: _pixels(submit) for submit in unfinished if submit.images}
-        assert sorted(groups) == sorted(self._sequences), f"images of {sorted(self._sequences)} are counted, not {sorted(groups)}"
-        assert self.size == sum(groups.values()), f"{self.size} bytes of images are counted, not {sum(groups.values())}"
-
-
 def _pixels(submit: Submit) -> int:
     return sum(len(image.pixels) for image in submit.images)
 
 
 class Journal:
-    """Unfinished sequences by request id. Effects on the engine are the caller's."""
+    """Unfinished sequences by request id. Effects on the engine are the caller's.
+
+    `image_bytes` are the pixels of their images, those of each sequence by themselves: so they are sent.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._arrivals = 0
         self._finished = 0
         self._withdrawn = 0
-        self._images = ImageCount()
+        self.image_bytes = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def image_bytes(self) -> int:
-        """Pixels of the unfinished sequences' images, those of one request counted once."""
-        return self._images.size
 
     def add(self, submit: Submit, sink: Sink) -> Entry:
         """Take a new sequence; raises ValueError when the id is in use."""
@@ -124,7 +93,7 @@ class Journal:
         entry = Entry(submit=submit, sink=sink, arrival=self._arrivals, mask=submit.mask)
         self._arrivals += 1
         self._entries[submit.request_id] = entry
-        self._images.add(submit)
+        self.image_bytes += _pixels(submit)
         self._idle.clear()
         return entry
 
@@ -140,7 +109,7 @@ class Journal:
         entry.tokens.extend(update.tokens)
         if update.finish is not None:
             del self._entries[update.request_id]
-            self._images.remove(entry.submit)
+            self.image_bytes -= _pixels(entry.submit)
             self._finished += 1
             self._note_idle()
         return entry
@@ -149,7 +118,7 @@ class Journal:
         """End sequences from this side; returns those that were unfinished."""
         gone = [entry for request_id in request_ids if (entry := self._entries.pop(request_id, None)) is not None]
         for entry in gone:
-            self._images.remove(entry.submit)
+            self.image_bytes -= _pixels(entry.submit)
         self._withdrawn += len(gone)
         self._note_idle()
         return gone
@@ -172,7 +141,8 @@ class Journal:
         assert self._arrivals == ended + len(self._entries), f"{self._arrivals} arrived, {ended} ended, {len(self._entries)} left"
         arrivals = [entry.arrival for entry in self._entries.values()]
         assert len(set(arrivals)) == len(arrivals), "two entries share an arrival number"
-        self._images.check_integrity(entry.submit for entry in self._entries.values())
+        images = sum(_pixels(entry.submit) for entry in self._entries.values())
+        assert self.image_bytes == images, f"{self.image_bytes} bytes of images are counted, {images} are there"
         for request_id, entry in self._entries.items():
             assert entry.request_id == request_id, f"{request_id} is filed under another id"
             assert len(entry.tokens) <= entry.submit.sampling.max_tokens, f"{request_id} has more tokens than its limit"

@@ -73,7 +73,8 @@ class ZmqLink:
     def send(self, message: ToEngine) -> None:
         """Queue one message."""
         assert self._outbox is not None
-        self._outbox.send(encode(message), zmq.NOBLOCK)
+        # Not copied again where it is large, which it is by its images alone.
+        self._outbox.send(encode(message), zmq.NOBLOCK, copy=False)
 
     def close(self) -> None:
         """Close the sockets."""

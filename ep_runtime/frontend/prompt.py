@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -101,7 +102,8 @@ async def write_prompt(
         if check_least is not None:
             check_least(front.text.tokenizer.least_tokens(text))
         decoded = await loader.load(media, hold) if media else []
-        return await place_media(front, text, list(zip(media, decoded, strict=True)), marks, options, check_least)
+        loaded = list(zip(media, decoded, strict=True))
+        return await place_media(front, text, loaded, marks, loader.settings.image.unit, options, check_least)
     except MediaError as error:
         raise ApiError(400, f"messages: {error}", param="messages", code="invalid_image") from None
 
@@ -111,6 +113,7 @@ async def place_media(
     text: str,
     loaded: list[tuple[MediaPart, Decoded]],
     marks: Placeholders,
+    unit: int,
     options: ChatOptions,
     check_least: CheckLeast | None,
 ) -> RenderedPrompt:
@@ -126,7 +129,7 @@ async def place_media(
             check_least(least + more)
 
     ids = await front.text.encode(text, options.add_special_tokens, check_whole)
-    expanded, inputs = expand(ids, images, groups, marks)
+    expanded, inputs = await asyncio.to_thread(expand, ids, images, groups, marks, unit)
     return RenderedPrompt(text, expanded, inputs)
 
 

@@ -46,10 +46,12 @@ def family_of(architecture: str) -> Family:
     raise UnsupportedModel(f"architecture {architecture!r} is not supported; supported: {', '.join(supported())}")
 
 
-def resolve(config_json: Json, generation_config: Json | None = None, processors: Mapping[str, Json] | None = None) -> ModelConfig:
+def resolve(
+    config_json: Json, generation_config: Json | None = None, processors: Mapping[str, tuple[str, Json]] | None = None
+) -> ModelConfig:
     """Read a config.json, the end tokens of a generation_config.json and, for images, the scale of pixels, or refuse by field.
 
-    `processors` are the settings of the folder's image and video processors, by file name.
+    `processors` are the settings of the folder's `image_processor` and `video_processor`, each with the file that has them.
     """
     named = config_json.get("architectures")
     if not isinstance(named, list) or len(named) != 1:

@@ -1,7 +1,7 @@
 """What a vision tower computes, as plain data, from config.json's `vision_config` and the settings of the folder's processors.
 
 No torch. The tower is that of Qwen3-VL, which Qwen3.5 shares but for the deepstack features. The settings are those that Hugging
-Face processors are saved with: `preprocessor_config.json`, and for videos `video_preprocessor_config.json`.
+Face processors are saved with.
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ class PixelScale:
     rescale: float = 1 / 255
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+
+UNNAMED = {
+    "image_processor": PixelScale(
+        mean=(0.48145466, 0.4578275, 0.40821073),
+        std=(0.26862954, 0.26130258, 0.27577711),  # CLIP's
+    ),
+    "video_processor": PixelScale(),
+}
+"""What transformers' processors of these families take where their settings name none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,30 +136,31 @@ def read_vision(config: Json, *, hidden_size: int, vocab_size: int, layers: int,
     )
 
 
-def with_processors(vision: VisionConfig, processors: Mapping[str, Json]) -> VisionConfig:
-    """The same with the pixels' scale of the processors' settings, by file name; they must agree with each other and the tower.
+def with_processors(vision: VisionConfig, processors: Mapping[str, tuple[str, Json]]) -> VisionConfig:
+    """The same with the pixels' scale of the settings of the `image_processor` and the `video_processor`, each with its file.
+
+    They must agree with each other and the tower.
 
     Raises UnsupportedModel naming the file and the field.
     """
     scale: PixelScale | None = None
-    for file, settings in processors.items():
+    for part, (file, settings) in processors.items():
         for field, size in (("patch_size", vision.patch), ("merge_size", vision.merge), ("temporal_patch_size", vision.frames)):
             if settings.get(field, size) != size:
                 raise UnsupportedModel(f"{file}: {field} = {settings[field]!r}, but the vision tower has {size}")
-        said = _scale(file, settings)
+        said = _scale(file, settings, UNNAMED[part])
         if scale is not None and said != scale:
             raise UnsupportedModel(f"{file}: scales pixels by {said}, images by {scale}; one scale for both is supported")
         scale = said
     return replace(vision, scale=scale or PixelScale())
 
 
-def _scale(file: str, settings: Json) -> PixelScale:
+def _scale(file: str, settings: Json, unnamed: PixelScale) -> PixelScale:
     """Rescaling and normalisation, each of which the settings may turn off."""
-    plain = PixelScale()
-    factor = settings.get("rescale_factor", plain.rescale)
+    factor = settings.get("rescale_factor", unnamed.rescale)
     if not _numbers([factor]):
         raise UnsupportedModel(f"{file}: rescale_factor = {factor!r} is not a positive number")
-    mean, std = settings.get("image_mean") or plain.mean, settings.get("image_std") or plain.std
+    mean, std = settings.get("image_mean") or unnamed.mean, settings.get("image_std") or unnamed.std
     for field, values in (("image_mean", mean), ("image_std", std)):
         if not isinstance(values, list | tuple) or len(values) != CHANNELS or not _numbers(values, zero=field == "image_mean"):
             raise UnsupportedModel(

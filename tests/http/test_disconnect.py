@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -38,6 +40,24 @@ def test_a_client_that_leaves_frees_its_sequences(stack: Stack, stream: bool, st
     sock.close()
     for submit in submits:
         stack.engine.aborted(submit.request_id)
+
+
+def outcomes(stack: Stack) -> Counter[str]:
+    """How many chat requests have ended, by outcome."""
+    found = re.findall(
+        r'^ep_requests_total{endpoint="/v1/chat/completions",outcome="(.*)"} (.*)$', stack.http.get("/metrics").text, re.M
+    )
+    return Counter({outcome: int(float(count)) for outcome, count in found})
+
+
+def test_a_client_that_leaves_before_its_body_is_complete_is_no_failure(stack: Stack) -> None:
+    before = outcomes(stack)
+    host, port = stack.url.removeprefix("http://").split(":")
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        sock.sendall(head.encode() + b'{"messages":')
+    wait_metric(stack, 'ep_request_seconds_count{endpoint="/v1/chat/completions"}', lambda count: count > before.total())
+    assert outcomes(stack) - before == {"disconnected": 1}
 
 
 def test_a_client_that_leaves_during_recovery_is_not_replayed(make_stack: MakeStack) -> None:

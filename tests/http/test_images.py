@@ -254,6 +254,19 @@ def test_a_placeholder_in_a_tool_call_pairs_with_no_image(seeing: Stack) -> None
     assert "has 2 placeholders for 1 images" in check_error(seeing.chat(messages=messages), 400, "messages")["message"]
 
 
+@pytest.mark.parametrize("written_in", ["a tool's arguments", "two parts"])
+def test_an_image_that_the_template_leaves_out_pairs_with_no_written_placeholder(seeing: Stack, written_in: str) -> None:
+    function = {"name": "f", "arguments": json.dumps({"a": "<|image_pad|>"})}
+    called = [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": "done"},
+    ]
+    written = called if written_in == "a tool's arguments" else user(text("<|image_"), text("pad|>"))
+    messages = [{"role": "system", "content": [text("Look."), image(SMALL)]}, *user(text("Hi")), *written]
+    problem = check_error(seeing.chat(messages=messages), 400, "messages")["message"]
+    assert "'<|image_pad|>' cannot be written in a message" in problem
+
+
 def test_the_expanded_prompt_must_fit(make_stack: MakeStack, vision_model: Path) -> None:
     stack = make_stack(model=vision_model)
     stack.tokenizer = Tokenizer.load(vision_model)
@@ -305,6 +318,7 @@ def test_a_request_that_is_too_large_alone(make_stack: MakeStack, vision_model: 
     check_error(stack.chat(messages=user(text("a" * 3000))), 413)
     check_error(stack.chat(messages=user(text("a" * 30_000))), 413)
     check_error(stack.chat(logit_bias=dict.fromkeys(map(str, range(900)), 1)), 413)
+    assert "so many values" in check_error(stack.chat(stop=["a"] * 1500), 413)["message"]
     check_error(stack.complete(prompt="a" * 3000), 413)
 
 

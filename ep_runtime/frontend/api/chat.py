@@ -42,7 +42,7 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     front.check_model(body.model)
     check_tools_served(front, body)
     info = await front.reach_engine()
-    with front.preparing(info, body.n), front.image_memory.holding() as hold:
+    with front.preparing(info, body.n), front.image_memory.holding(body.n) as hold:
         prompt = await render(request, front, body, info, hold)
         sampling = make_sampling(front, body, prompt, info)
         grammars = await make_grammars(front, body, prompt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -23,7 +22,6 @@ PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 START_SECONDS = 60.0
 END_SECONDS = 1.0
 """For a process whose socket has ended to end itself."""
-READ_BYTES = 2**20
 ENVELOPE_BYTES = 2**16
 """A reply beside its pixels; the times and digests of a video's groups."""
 
@@ -44,6 +42,7 @@ class Decoders:
         self._module = module
         self._turn = asyncio.Semaphore(count)
         self._idle: list[_Process] = []
+        self._killed: list[_Process] = []
         self._closed = False
 
     async def decode(self, job: Job, most: int) -> Decoded:
@@ -52,14 +51,15 @@ class Decoders:
         A process that dies or is late ends with its job alone: the next job gets another.
         """
         async with self._turn:
+            self._killed = [process for process in self._killed if process.alive]
             process = self._living() or await self._start()
             try:
                 reply = await self._ask(process, job, most)
             except BaseException:  # cancelled, too: its next reply would be another job's
-                process.kill()
+                self._kill(process)
                 raise
             if self._closed:
-                process.kill()
+                self._kill(process)
             else:
                 self._idle.append(process)
         if isinstance(reply, Unusable):
@@ -72,18 +72,26 @@ class Decoders:
             process = self._idle.pop()
             if process.alive:
                 return process
-            process.kill()
+            self._kill(process)
         return None
 
     async def _start(self) -> _Process:
-        process = await _Process.start(self._module, self._memory_bytes)
+        process = _Process(self._module, self._memory_bytes)
         try:
             async with asyncio.timeout(START_SECONDS):
                 await process.read(0)
         except BaseException:
-            process.kill()
+            self._kill(process)
             raise
         return process
+
+    def _kill(self, process: _Process) -> None:
+        """End it; its exit is collected later, since giving its memory back takes up to tenths of a second."""
+        process.kill()
+        if self._closed:
+            process.wait()
+        else:
+            self._killed.append(process)
 
     async def _ask(self, process: _Process, job: Job, most: int) -> Reply:
         try:
@@ -103,73 +111,84 @@ class Decoders:
         return [process.pid for process in self._idle]
 
     def close(self) -> None:
-        """Kill the processes; those at work end with their job."""
+        """Kill the processes, and wait until they are gone; those at work end with their job."""
         self._closed = True
         while self._idle:
-            self._idle.pop().kill()
+            self._kill(self._idle.pop())
+        while self._killed:
+            self._killed.pop().wait()
 
 
 class _Process:
-    """One decoding process, and the socket that is its stdin and stdout."""
+    """One decoding process, and the socket that is its stdin and stdout. It is ready when it has sent the empty message."""
 
-    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._process = process
-        self._reader, self._writer = reader, writer
-        self.pid = process.pid
-
-    @classmethod
-    async def start(cls, module: str, memory_bytes: int) -> _Process:
-        """Start one; it is ready when it has sent the empty message."""
+    def __init__(self, module: str, memory_bytes: int) -> None:
         command = [sys.executable, "-P", "-m", STARTER, str(os.getpid()), "-", module, str(memory_bytes)]
         environment = {name: os.environ[name] for name in PASSED if name in os.environ}
-        ours, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
         with theirs:
             # A session of its own: a signal to the frontend's group lets it drain, and images being decoded belong to that.
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=environment, start_new_session=True
             )
-        return cls(process, *await asyncio.open_unix_connection(sock=ours, limit=READ_BYTES))
+        self.pid = self._process.pid
 
     @property
     def alive(self) -> bool:
-        """False once it has ended."""
+        """False once it has ended and its exit is collected, which this does."""
         return self._process.poll() is None
 
     async def write(self, pieces: list[bytes]) -> None:
         """Send one message; raises DecoderLost."""
+        loop = asyncio.get_running_loop()
         try:
-            self._writer.writelines(pieces)
-            await self._writer.drain()
+            for piece in pieces:
+                await loop.sock_sendall(self._socket, piece)
         except ConnectionError:
             raise DecoderLost(await self._ending()) from None
 
-    async def read(self, most: int) -> bytes:
+    async def read(self, most: int) -> bytearray:
         """Receive one message's body; raises DecoderLost, also for one of more than `most` bytes."""
+        (size,) = HEADER.unpack(await self._receive(HEADER.size))
+        if size > most:
+            raise DecoderLost(f"its decoder answered with {size} bytes")
+        return await self._receive(size)
+
+    async def _receive(self, size: int) -> bytearray:
+        data, loop = bytearray(size), asyncio.get_running_loop()
+        left = memoryview(data)
         try:
-            (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-            if size > most:
-                raise DecoderLost(f"its decoder answered with {size} bytes")
-            return await self._reader.readexactly(size)
-        except (asyncio.IncompleteReadError, ConnectionError):
+            while left:
+                count = await loop.sock_recv_into(self._socket, left)
+                if not count:
+                    raise ConnectionResetError
+                left = left[count:]
+        except ConnectionError:
             raise DecoderLost(await self._ending()) from None
+        return data
 
     async def _ending(self) -> str:
         """How it ended, now that its socket has; one that goes on without is killed."""
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(END_SECONDS):
-                await ended(self._process.pid)
-        self.kill()
-        code = self._process.returncode
+                await ended(self.pid)
+        except TimeoutError:
+            self._process.kill()
+            await ended(self.pid)
+        code = self._process.wait()
         return (
             f"its decoder ended: killed by {signal.Signals(-code).name}" if code < 0 else f"its decoder ended: exit status {code}"
         )
 
     def kill(self) -> None:
-        """End it, whatever it does, and collect its exit. Nothing happens the second time."""
-        self._writer.transport.abort()
-        if self._process.returncode is None:
-            self._process.kill()
-            self._process.wait()
+        """End it, whatever it does. Nothing happens to one that has ended."""
+        self._socket.close()
+        self._process.kill()
+
+    def wait(self) -> None:
+        """Collect the exit of one that was killed. Blocks until its memory is given back."""
+        self._process.wait()
 
 
 async def ended(pid: int) -> None:

@@ -23,7 +23,6 @@ from ep_runtime.frontend.vision.errors import MediaError
 from ep_runtime.frontend.vision.jobs import Decoded, Grid
 from ep_runtime.frontend.vision.rules import ImageRules
 from ep_runtime.frontend.vision.sizes import check_source_size, image_size
-from protocol.vision import pixel_digest
 
 PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, MpoImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin)
 MEDIA_TYPES = {
@@ -60,8 +59,7 @@ def decode_image(data: bytes, media_type: str | None, rules: ImageRules) -> Deco
         raise MediaError(f"is a {kind} file that cannot be decoded: {error}") from error
     height, width = image_size(image.height, image.width, rules)
     pixels = image.resize((width, height), resample=Image.Resampling(rules.resample)).tobytes()
-    digest = pixel_digest((1, height, width), pixels)
-    grid = Grid(height=height // rules.unit, width=width // rules.unit, frames=1, digest=digest, pixels=pixels)
+    grid = Grid(height=height // rules.unit, width=width // rules.unit, frames=1, pixels=pixels)
     return Decoded(grids=[grid])
 
 

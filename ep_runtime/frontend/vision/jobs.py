@@ -8,6 +8,7 @@ from typing import BinaryIO
 import msgspec
 
 from ep_runtime.frontend.vision.rules import ImageRules, VideoRules
+from protocol.vision import pixel_digest
 
 HEADER = struct.Struct("<Q")
 
@@ -36,13 +37,19 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     height: int
     width: int
     frames: int
-    digest: bytes
     pixels: bytes
 
     @property
     def rows(self) -> int:
         """Placeholder tokens that stand for it."""
         return self.height * self.width
+
+    def digest(self, unit: int) -> bytes:
+        """`VisionInput.digest`, for rows of `unit` pixels a side.
+
+        Not the decoding process's to say: one that a file has taken over could name another image's.
+        """
+        return pixel_digest((self.frames, self.height * unit, self.width * unit), self.pixels)
 
 
 class Decoded(msgspec.Struct, frozen=True, tag=True, kw_only=True):

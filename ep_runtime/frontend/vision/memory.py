@@ -9,17 +9,22 @@ from ep_runtime.frontend.api.errors import ApiError
 
 
 class Hold:
-    """What one request holds while its prompt is being prepared; the journal counts it afterwards."""
+    """What one request holds while its prompt is being prepared; the journal counts it afterwards.
 
-    def __init__(self, memory: ImageMemory) -> None:
+    Everything counts once for each of its `samples`: on the way to the engine each of them has a copy.
+    """
+
+    def __init__(self, memory: ImageMemory, samples: int) -> None:
         self._memory = memory
+        self._samples = samples
         self.size = 0
 
     def take(self, size: int) -> None:
         """Count `size` more bytes. Raises ApiError 429, or 400 when the request alone is over the bound."""
-        bound = self._memory.bound
+        bound, size = self._memory.bound, self._samples * size
         if self.size + size > bound:
-            raise ApiError(400, f"The request's images have more than {bound} bytes when decoded", code="images_too_large")
+            times = f", {self._samples} times" if self._samples > 1 else ""
+            raise ApiError(400, f"The request's images have more than {bound} bytes when decoded{times}", code="images_too_large")
         if self._memory.held + size > bound:
             raise ApiError(429, "The images of unfinished requests fill the server", code="queue_full", retry_after=1)
         self.size += size
@@ -40,9 +45,9 @@ class ImageMemory:
         return self.preparing + self._journaled()
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[Hold]:
+    def holding(self, samples: int = 1) -> Iterator[Hold]:
         """Count a request's images until the block ends: whoever then journals them without a pause finds the room free."""
-        hold = Hold(self)
+        hold = Hold(self, samples)
         try:
             yield hold
         finally:

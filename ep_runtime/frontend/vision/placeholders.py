@@ -42,11 +42,12 @@ def write_times(text: str, videos: Sequence[Sequence[float]], marks: Placeholder
 
 
 def expand(
-    ids: Sequence[int], images: Sequence[Grid], groups: Sequence[Grid], marks: Placeholders
+    ids: Sequence[int], images: Sequence[Grid], groups: Sequence[Grid], marks: Placeholders, unit: int
 ) -> tuple[list[int], list[VisionInput]]:
     """The prompt with each placeholder token repeated for every row of its grid, and what stands where.
 
-    `images` and `groups` (of videos) are in prompt order. Raises MediaError when the tokens do not pair with them.
+    `images` and `groups` (of videos) are in prompt order, a row has `unit` pixels a side. It takes a second a gigabyte, for the
+    digests. Raises MediaError when the tokens do not pair with them.
     """
     left = {marks.image_id: iter(images), marks.video_id: iter(groups)}
     expanded: list[int] = []
@@ -64,7 +65,7 @@ def expand(
                 height=grid.height,
                 width=grid.width,
                 frames=grid.frames,
-                digest=grid.digest,
+                digest=grid.digest(unit),
                 pixels=grid.pixels,
             )
         )

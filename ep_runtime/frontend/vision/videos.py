@@ -16,7 +16,6 @@ from ep_runtime.frontend.vision.errors import MediaError
 from ep_runtime.frontend.vision.jobs import Decoded, Grid
 from ep_runtime.frontend.vision.rules import VideoRules
 from ep_runtime.frontend.vision.sizes import check_source_size, frame_indices, group_seconds, video_size
-from protocol.vision import pixel_digest
 
 MEDIA_TYPES = {"mov": ("video/mp4", "video/quicktime"), "matroska": ("video/webm", "video/x-matroska")}
 """Containers by their demuxer: one that is not named could be a playlist, which names further files."""
@@ -42,9 +41,7 @@ def decode_video(data: bytes, media_type: str | None, rules: VideoRules) -> Deco
     grids = []
     for first in range(0, len(frames), rules.group):
         pixels = b"".join(frames[first : first + rules.group])
-        digest = pixel_digest((rules.group, height, width), pixels)
-        size = {"height": height // rules.unit, "width": width // rules.unit}
-        grids.append(Grid(frames=rules.group, digest=digest, pixels=pixels, **size))
+        grids.append(Grid(frames=rules.group, height=height // rules.unit, width=width // rules.unit, pixels=pixels))
     return Decoded(grids=grids, seconds=group_seconds(indices, rate, rules.group))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -469,7 +470,7 @@ def test_graphs_get_shifted_positions_and_no_row_of_an_image() -> None:
 
 
 def test_a_model_without_images_refuses_them_and_knows_no_placeholders() -> None:
-    rank = Rank(vision=False)
+    rank = Rank(vision=False, limits=replace(LIMITS, max_vision_rows=0))
     rank.run(Alloc(token_budget=20, prompt_length=14), 0)
     batch = rank.forward([rank.span(0, 3)], [IMAGE, VIDEO, TEXT])
     assert (batch.positions.tolist(), batch.inserted) == ([0, 1, 2], None)

@@ -189,11 +189,11 @@ MARKS = Placeholders(image="<I>", video="<V>", start="<S>", end="<E>", image_id=
 
 
 def grid(height: int, width: int, frames: int = 1) -> Grid:
-    return Grid(height=height, width=width, frames=frames, digest=bytes(32), pixels=bytes([height, width]))
+    return Grid(height=height, width=width, frames=frames, pixels=bytes([height, width]))
 
 
 def test_rows_stand_where_their_placeholder_stood() -> None:
-    ids, inputs = expand([1, 7, 2, 8, 3, 8, 7], [grid(1, 2), grid(2, 2)], [grid(1, 1, 2), grid(1, 3, 2)], MARKS)
+    ids, inputs = expand([1, 7, 2, 8, 3, 8, 7], [grid(1, 2), grid(2, 2)], [grid(1, 1, 2), grid(1, 3, 2)], MARKS, 32)
     assert ids == [1, 7, 7, 2, 8, 3, 8, 8, 8, 7, 7, 7, 7]
     assert [(image.start, image.rows, image.frames, image.pixels) for image in inputs] == [
         (1, 2, 1, b"\x01\x02"),
@@ -206,7 +206,7 @@ def test_rows_stand_where_their_placeholder_stood() -> None:
 @pytest.mark.parametrize("ids", [[1], [7, 7], [8]])
 def test_placeholders_must_pair_with_images(ids: list[int]) -> None:
     with pytest.raises(MediaError, match="placeholders than images"):
-        expand(ids, [grid(1, 1)], [], MARKS)
+        expand(ids, [grid(1, 1)], [], MARKS, 32)
 
 
 def test_times_of_a_video_are_written_as_transformers_writes_them() -> None:
@@ -234,7 +234,7 @@ class Ignore:
         pass
 
 
-def test_memory_is_held_until_the_last_sequence_of_a_request_ends() -> None:
+def test_memory_is_held_for_each_sequence_until_it_ends() -> None:
     journal = Journal()
     memory = ImageMemory(100, lambda: journal.image_bytes)
     with memory.holding() as hold:
@@ -245,18 +245,23 @@ def test_memory_is_held_until_the_last_sequence_of_a_request_ends() -> None:
         with pytest.raises(ApiError) as error:
             hold.take(41)
         assert error.value.status_code == 400
+    with memory.holding(4) as of_four:
+        of_four.take(25)
+        with pytest.raises(ApiError) as error:
+            of_four.take(1)
+        assert (error.value.status_code, error.value.code, memory.held) == (400, "images_too_large", 100)
     assert memory.held == 0
     for name in ("a", "b"):
-        journal.add(submit(name, "g", 60), Ignore())
-    journal.add(submit("c", "h", 30), Ignore())
+        journal.add(submit(name, "g", 30), Ignore())
+    journal.add(submit("c", "h", 20), Ignore())
     journal.add(submit("d", "i", 0), Ignore())
-    assert memory.held == 90
+    assert memory.held == 80, "each sample of a request has a copy on its way to the engine"
     journal.check_integrity()
-    assert [len(image.pixels) for entry in journal.unfinished()[:1] for image in entry.replay().images] == [60]
+    assert [len(image.pixels) for entry in journal.unfinished()[:1] for image in entry.replay().images] == [30]
     journal.record(SequenceUpdate("a", [1], finish="stop"))
-    assert memory.held == 90
+    assert memory.held == 50
     journal.withdraw(["b"])
-    assert memory.held == 30
+    assert memory.held == 20
     journal.check_integrity()
     journal.withdraw(["c", "d"])
     assert memory.held == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from model.errors import UnsupportedModel
 from model.families.registry import resolve, spec_of
@@ -96,7 +97,9 @@ HYBRID: dict[str, Any] = {
 
 
 def vision(config: dict[str, Any], **processors: dict[str, Any]) -> VisionConfig:
-    found = resolve(config, None, {f"{name}_config.json": settings for name, settings in processors.items()}).vision
+    parts = {"preprocessor": "image_processor", "video_preprocessor": "video_processor"}
+    given = {parts[name]: (f"{name}_config.json", settings) for name, settings in processors.items()}
+    found = resolve(config, None, given).vision
     assert found is not None
     return found
 
@@ -202,7 +205,15 @@ def test_processors_that_are_refused(settings: dict[str, Any], said: str) -> Non
 
 def test_processors_that_differ() -> None:
     with pytest.raises(UnsupportedModel, match=r"video_preprocessor_config\.json: scales pixels"):
-        vision(VL_MOE, preprocessor={}, video_preprocessor={"image_mean": [0.4, 0.5, 0.5]})
+        vision(VL_MOE, preprocessor={"image_mean": [0.5] * 3}, video_preprocessor={"image_mean": [0.4, 0.5, 0.5]})
+
+
+def test_a_scale_that_is_not_named_is_that_of_transformers(tmp_path: Path) -> None:
+    transformers.Qwen2VLImageProcessorPil(patch_size=16).save_pretrained(tmp_path)
+    named = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    scale = vision(VL_MOE, preprocessor={"patch_size": 16}).scale
+    assert (list(scale.mean), list(scale.std)) == (named["image_mean"], named["image_std"])
+    assert vision(VL_MOE, video_preprocessor={}).scale == PixelScale()
 
 
 def test_settings_come_from_the_folder(tmp_path: Path) -> None:
@@ -213,3 +224,9 @@ def test_settings_come_from_the_folder(tmp_path: Path) -> None:
     config = resolve(folder.config, folder.generation, folder.processors).vision
     assert config is not None
     assert config.scale.std == (0.2, 0.3, 0.4)
+    both = {"image_processor": {"image_std": [0.5, 0.6, 0.7]}, "video_processor": {"image_mean": [0.1] * 3}, "tokenizer": "a name"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(both))
+    assert open_folder(tmp_path).processors == {
+        "image_processor": ("processor_config.json", both["image_processor"]),
+        "video_processor": ("processor_config.json", both["video_processor"]),
+    }
