@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterable
 
-from ep_runtime.scheduler.admission import queue_full, refusal, runs_alone
+from ep_runtime.scheduler.admission import queue_full, refusal, runs_alone, skipped_images
 from ep_runtime.scheduler.core import (
     NextImage,
     Plan,
@@ -219,8 +219,8 @@ class Scheduler:
         seen: set[bytes] = set()
         rows = 0
         for seq in self._life.awaiting_images():
-            start = len(self._life.find_prefix(seq)) * self.limits.block_size
-            needed = {image.digest: index for index, image in reversed([*enumerate(seq.images)]) if image.start >= start}
+            skipped = skipped_images(seq.images, len(self._life.find_prefix(seq)) * self.limits.block_size)
+            needed = {image.digest: index for index, image in reversed([*enumerate(seq.images)][skipped:])}
             new = sorted(index for digest, index in needed.items() if digest not in seen)
             rows += sum(seq.images[index].rows for index in new)
             if found and rows > limit_rows:
