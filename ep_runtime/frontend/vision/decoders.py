@@ -23,7 +23,7 @@ START_SECONDS = 60.0
 END_SECONDS = 1.0
 """For a process whose socket has ended to end itself."""
 ENVELOPE_BYTES = 2**16
-"""A reply beside its pixels; the times and digests of a video's groups."""
+"""A reply beside its pixels; the sizes and times of a video's groups."""
 
 
 class DecoderLost(Exception):

@@ -44,6 +44,10 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         """Placeholder tokens that stand for it."""
         return self.height * self.width
 
+    def fits(self, unit: int) -> bool:
+        """Whether there are as many pixels as the sizes say, for rows of `unit` pixels a side."""
+        return min(self.frames, self.height, self.width) > 0 and len(self.pixels) == 3 * self.frames * self.rows * unit**2
+
     def digest(self, unit: int) -> bytes:
         """`VisionInput.digest`, for rows of `unit` pixels a side.
 

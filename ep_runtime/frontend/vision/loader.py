@@ -65,6 +65,9 @@ class MediaLoader:
             scheme = scheme_of(part.url)
             async with self._inline if scheme == "data" else self._remote:
                 decoded = await self._decode(part, await self._source(scheme, part.url))
+            if not all(grid.fits(self.settings.image.unit) for grid in decoded.grids):
+                # Rows are counted by these sizes, and a decoder may be in a file's hands.
+                raise MediaError("cannot be decoded: its decoder answered with pixels of another size")
         except MediaError as error:
             raise refused(part, error) from None
         hold.take(decoded.size)
