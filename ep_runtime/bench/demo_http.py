@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime.bench.steps import SETTLE
-from ep_runtime.demo.run import end, wait_ready
+from ep_runtime.demo.server import end, wait_ready
 
 WARM_TOKENS = 8
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from ep_runtime.bench.demo_http import free_port
-from ep_runtime.demo.run import end, wait_ready
+from ep_runtime.demo.server import end, wait_ready
 
 ENGINE = "ep_runtime.engine.main"
 QUIET_SECONDS = 0.5

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import openai
-import psutil
 
 from ep_runtime.demo.checkpoint import DemoUnavailable, demo_checkpoint
 from ep_runtime.demo.client import QUESTION, ask
+from ep_runtime.demo.server import DemoFailed, end, wait_ready
 from ep_runtime.demo.vision_checkpoint import vision_checkpoint
 from ep_runtime.demo.vision_client import WrongAnswer, show_and_ask
 from ep_runtime.demo.vision_text import ONE
-
-READY_SECONDS = 600.0
-END_SECONDS = 40.0
-"""A server ends within 25 seconds."""
-
-
-class DemoFailed(Exception):
-    """The server did not come up or went away; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,48 +102,6 @@ def show(demo: Demo, port: int, ranks: int, oneshot: bool) -> int:
     if status != 0:
         raise DemoFailed(f"the server ended with status {status}")
     return 0 if answered else 1
-
-
-def wait_ready(server: subprocess.Popen[bytes], url: str) -> None:
-    """Return when the server is ready; raises `DemoFailed` as soon as its process ends, or after `READY_SECONDS`."""
-    deadline = time.monotonic() + READY_SECONDS
-    pidfd = os.pidfd_open(server.pid)
-    try:
-        while time.monotonic() < deadline:
-            if answers(url):
-                return
-            if select.select([pidfd], [], [], 0.25)[0]:
-                raise DemoFailed(f"the server ended with status {server.wait()} before it was ready")
-    finally:
-        os.close(pidfd)
-    raise DemoFailed(f"the server was not ready after {READY_SECONDS:g} s")
-
-
-def answers(url: str) -> bool:
-    """True when `url` gives 200."""
-    try:
-        with urllib.request.urlopen(url, timeout=5.0) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
-
-
-def end(server: subprocess.Popen[bytes]) -> int:
-    """Stop every rank in order, kill what is left, and return torchrun's exit status.
-
-    The ranks are told, not torchrun: it would call its own signal an error.
-    """
-    for rank in psutil.Process(server.pid).children() if server.poll() is None else []:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.terminate()
-    try:
-        return server.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        for process in psutil.Process(server.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        server.kill()
-        return server.wait()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.ranks import ROOT, RankPool, RanksFailed
+from tests.support.python_path import python_path
+from tests.support.ranks import RankPool, RanksFailed
 
 CASES = "tests.distributed.pool_cases:"
 
@@ -165,7 +166,7 @@ def test_no_process_is_left_when_the_pool_is_killed() -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, check=False
+        [sys.executable, "-P", "-c", script], env=os.environ | {"PYTHONPATH": python_path()}, stdout=subprocess.PIPE, check=False
     )
     pid, directory = done.stdout.split()
     assert done.returncode == -9

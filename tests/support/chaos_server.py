@@ -23,8 +23,8 @@ import psutil
 from ep_runtime.supervise.folder import job_folder
 from tests.support import chaos_engine
 from tests.support.ports import free_port
+from tests.support.python_path import python_path
 
-ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 120.0
 POLL_SECONDS = 0.005
 ENGINE = "tests.support.chaos_engine"
@@ -48,7 +48,7 @@ class ChaosServer:
         self._log = folder / "log"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("EP_RUNTIME_")}
         environment |= {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": python_path(),
             "XDG_RUNTIME_DIR": str(self.runtime),
             "TMPDIR": str(self.runtime),
             "OMP_NUM_THREADS": "1",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from ep_runtime.demo.run import wait_ready
+from ep_runtime.demo.server import wait_ready
 from tests.support.ports import free_port
 
 END_SECONDS = 60.0

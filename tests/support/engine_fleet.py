@@ -41,8 +41,8 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.progress import ProgressPage
+from tests.support.python_path import python_path
 
-ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 60.0
 ENGINE = "ep_runtime.engine.main"
 M = TypeVar("M", bound=Message)
@@ -72,7 +72,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         arguments = [f"--control-fd={theirs.fileno()}", f"--progress-fd={progress}", f"--runtime-dir={runtime_dir}"]
         arguments += [f"--device-index={device_index}", f"--local-ranks={local_ranks}"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CHAOS_DIR": str(runtime_dir)}
+        environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "CHAOS_DIR": str(runtime_dir)}
         self._log = (runtime_dir / f"log-{time.monotonic_ns()}").open("w+b")
         with theirs:
             self.process = subprocess.Popen(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from protocol.commands import Loops
+from protocol.loops import several
 from protocol.messages import Abort, EngineStats, Mask, Results, SequenceUpdate, Submit, Takeover, ToEngine, TokenLogprobs
 
 Script = Callable[[Submit], list[int]]
@@ -32,6 +34,13 @@ def fake_logprobs(token: int, alternatives: int) -> TokenLogprobs:
     """Deterministic: the token itself at -0.25, then its successors at -1.5, -2.5, ..."""
     ids = [token + offset for offset in range(alternatives)]
     return TokenLogprobs(-0.25, 1, ids, [-0.25 if not offset else -0.5 - offset for offset in range(alternatives)])
+
+
+def fake_depth(index: int, loops: Loops) -> int:
+    """Loops of the row that sampled generated token `index`: 0 for the prompt's, then all of them, in turn where there are exits."""
+    if not index:
+        return 0
+    return 1 + index % loops.most if loops.thresholds else loops.most
 
 
 class FakeSequences:
@@ -141,6 +150,7 @@ class FakeSequences:
         if self._unseen:
             sequence.over, finish, stop_token = finish is not None, None, None
         cached, sequence.begun = 0 if sequence.begun else 3, True
+        first, loops = sequence.generated - len(tokens), several(sampling.loops)
         return SequenceUpdate(
             request_id=submit.request_id,
             tokens=tokens,
@@ -150,6 +160,7 @@ class FakeSequences:
             prompt_start=start,
             prompt_logprobs=prompt_logprobs,
             cached=cached,
+            depths=[] if loops is None else [fake_depth(first + place, loops) for place in range(len(tokens))],
         )
 
     def _score(self, sequence: Running) -> tuple[int, list[TokenLogprobs] | None]:

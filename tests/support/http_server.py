@@ -12,7 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.python_path import python_path
+
 LISTENING = re.compile(r"listening on (http://127\.0\.0\.1:\d+)")
 
 
@@ -25,8 +26,7 @@ def frontend_command(config: Path, before: str = "") -> list[str]:
 
 def frontend_environment() -> dict[str, str]:
     """The source tree need not be installed, and -P keeps the working directory off sys.path."""
-    search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": search}
+    return {**os.environ, "PYTHONPATH": python_path()}
 
 
 class FrontendProcess:

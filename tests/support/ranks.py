@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.python_path import ROOT, python_path
 from tests.support.rank_wire import Hello, Job, Raised, Release, Returned, receive_in_pool, send
 
-ROOT = Path(__file__).resolve().parents[2]
 _START_DEADLINE = 120.0
 _DUMP_QUIET = 0.3
 _LOG_TAIL = 4000
@@ -58,7 +58,7 @@ class RankProcess:
         self.dump, dump_write = os.pipe()
         self.log_path = log_dir / f"rank{number}.log"
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": python_path(),
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             # What a rank prints is in its log before its answer comes.

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).parents[2]
+from tests.support.python_path import ROOT, python_path
+
 FAKES = ROOT / "tests" / "unit" / "supervise" / "fakes"
 WAIT_SECONDS = 60.0
 
@@ -33,7 +34,7 @@ def fake_environment(folder: Path, variables: Mapping[str, str] | None = None) -
     runtime = str(folder / "run")
     base = {name: value for name, value in os.environ.items() if not name.startswith("EP_RUNTIME_")}
     own = {
-        "PYTHONPATH": f"{FAKES}:{ROOT}",
+        "PYTHONPATH": python_path(FAKES),
         "XDG_RUNTIME_DIR": runtime,
         "TMPDIR": runtime,
         "FAKE_STARTS": str(folder / "starts"),

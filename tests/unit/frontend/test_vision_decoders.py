@@ -19,6 +19,7 @@ from ep_runtime.frontend.vision.jobs import Decoded, ImageJob, VideoJob
 from ep_runtime.frontend.vision.rules import ImageRules, VideoRules
 from ep_runtime.frontend.vision.videos import decode_video
 from tests.support.media import encoded, picture, video_file
+from tests.support.python_path import python_path
 from tests.unit.frontend.test_vision_images import BAD, GOOD
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ MOST = 2**20
 
 @pytest.fixture(autouse=True)
 def _our_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setenv("PYTHONPATH", python_path())
     monkeypatch.setenv("EP_SECRET", "not for decoders")
 
 

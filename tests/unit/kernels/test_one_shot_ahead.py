@@ -9,12 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.python_path import python_path
+
 
 def test_every_way_of_waiting_is_compiled_in_order(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", "-W", "ignore", "-m", "tests.unit.kernels.one_shot_ahead"]
-    root = str(Path(__file__).parents[3])
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": python_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = json.loads(done.stdout)

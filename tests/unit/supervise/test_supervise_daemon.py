@@ -23,7 +23,8 @@ from protocol.messages import (
     Report,
     Stop,
 )
-from tests.support.supervised import FAKES, ROOT, WAIT_SECONDS, assert_gone
+from tests.support.python_path import python_path
+from tests.support.supervised import FAKES, WAIT_SECONDS, assert_gone
 from tests.support.supervised_daemon import BEGIN, TOKEN, Head
 
 
@@ -424,7 +425,7 @@ def test_a_model_that_is_being_fetched_does_not_keep_the_daemon_from_stopping(st
     hub.mkdir()
     (hub / "__init__.py").write_text(HUB)
     (hub / "errors.py").touch()
-    head = start(PYTHONPATH=f"{tmp_path}:{FAKES}:{ROOT}")
+    head = start(PYTHONPATH=python_path(tmp_path, FAKES))
     head.accept()
     head.welcome(model="org/name")
     fetch = head.output.process(r"fetching org/name in (\d+)")

@@ -27,6 +27,7 @@ from ep_runtime.supervise.start_clock import StartClock
 from protocol.message_socket import MessageSocket
 from protocol.messages import Join, Report, Stop, ToCoordinator, Welcome
 from protocol.progress import Phase, Position
+from tests.support.python_path import python_path
 
 
 def test_starts_that_fail_are_repeated_ever_later_but_not_too_late():
@@ -147,7 +148,7 @@ def test_what_is_at_hand_needs_no_process(tmp_path):
 def test_a_search_that_ends_without_an_answer_says_how(monkeypatch, tmp_path):
     (tmp_path / "huggingface_hub").mkdir()
     (tmp_path / "huggingface_hub" / "__init__.py").write_text("import os; os._exit(9)")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     answers: list[str] = []
     with Loop() as loop:
 

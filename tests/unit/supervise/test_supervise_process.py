@@ -12,6 +12,7 @@ import pytest
 
 from ep_runtime.supervise.loop import Loop
 from ep_runtime.supervise.process import Child, Exit
+from tests.support.python_path import python_path
 
 WAIT_SECONDS = 15.0
 STAND_INS = """
@@ -39,7 +40,7 @@ match sys.argv[1]:
 def spawn(tmp_path):
     """Start the stand-in module in a mode; returns the child and the numbers that it tells."""
     (tmp_path / "stand_in.py").write_text(STAND_INS)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": python_path(tmp_path)}
     children = []
 
     def start(mode: str) -> tuple[Child, list[int]]:
@@ -117,7 +118,7 @@ def test_a_child_dies_when_its_parent_is_killed(tmp_path):
     (tmp_path / "stand_in.py").write_text(STAND_INS)
     read, write = os.pipe()
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(write)], env=os.environ | {"PYTHONPATH": str(tmp_path)}, pass_fds=[write]
+        [sys.executable, "-c", PARENT, str(write)], env=os.environ | {"PYTHONPATH": python_path(tmp_path)}, pass_fds=[write]
     )
     os.close(write)
     with os.fdopen(read) as told:
