@@ -34,8 +34,12 @@ PROGRAMS = 256
 GATHER_BLOCK = 2048
 """Elements that a program of a gather moves at a time."""
 
-SPINS_A_LOOK = 1024
-"""Reads of a peer's signal between looks at the abort word, which lies in host memory and is slow to read."""
+SPINS_A_LOOK = 8192
+"""Reads of a peer's signal between looks at the abort word, about a millisecond.
+
+The word lies in host memory, where reads of all programs queue, 0.6 us each: looks that take longer than their interval make the
+rank late for its peers, which then look too. With 1024 reads by every warp of 128 programs, that state kept itself up.
+"""
 
 SIGNAL_LINE = 32
 """int32 words of a cache line: one program's signals. Those who wait for others then do not slow its peers' writes down."""
@@ -51,7 +55,7 @@ class Waiting:
 
     spins: int = SPINS_A_LOOK
     pause_ns: int = 0
-    reader: Literal["warps", "thread", "atomic"] = "warps"
+    reader: Literal["warps", "thread", "atomic"] = "thread"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

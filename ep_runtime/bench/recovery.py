@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
     parser.add_argument("--no-standby", action="store_true", help="no second engine process waits")
     parser.add_argument("--flag", action="append", default=[], help="one more flag of the server, as --flag=--name=value")
+    parser.add_argument("--most-gap", type=float, default=0.02, help="a larger logprob gap is a failure")
     parser.add_argument("--log", type=Path, help="file for what the server prints")
     parser.add_argument("--out", type=Path, help="file for the result as JSON")
 
@@ -90,6 +91,11 @@ def run(options: argparse.Namespace) -> None:
     )
     print("all streams that are not the likeliest there, which in bfloat16 near ties are")
     report.write(options.out, result)
+    gap = max(row["logprob_gap"] for row in rows)
+    if gap > options.most_gap:
+        raise SystemExit(
+            f"streamed logprobs differ from those of the same tokens as one prompt by {gap:.3g}, over {options.most_gap:g}"
+        )
 
 
 def server_flags(options: argparse.Namespace, folder: Path) -> list[str]:

@@ -56,7 +56,9 @@ class PendingStep:
         self._sampled = None if sampled is None else sampled.to_host_async()
         self._prompt_rows = [PromptRows(p.span, p.start, p.count, p.rows.to_host_async()) for p in prompt_rows]
         self._done: torch.cuda.Event | None = None
-        if sampled is not None and sampled.tokens.is_cuda:
+        on_device = [sampled.tokens] if sampled is not None else []
+        on_device += [p.rows.ids for p in prompt_rows]
+        if any(tensor.is_cuda for tensor in on_device):
             self._done = torch.cuda.Event()
             self._done.record()
 

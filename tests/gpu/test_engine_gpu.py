@@ -90,6 +90,27 @@ def test_bfloat16_is_as_near_to_float32_as_on_the_cpu(
     assert gpu.median() < 1.5 * cpu.median()
 
 
+def test_a_prompt_in_pieces_is_scored_while_nothing_is_sampled(ranks: RankPool, folder_of: Callable[[str, str], Path]) -> None:
+    """No sampled token tells that a step is done whose only results are logprobs of its prompt rows."""
+    folder, ids = folder_of("qwen3_moe", "yarn"), prompt(200, seed=5)
+    requests = [{"prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}]
+    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 47, "max_model_len": 256}
+    result = ranks.run(
+        1,
+        GENERATE,
+        requests=requests * 3,
+        together=False,
+        folder=str(folder),
+        device="cuda",
+        dtype="float32",
+        deadline=300.0,
+        **sizes,
+    )[0]
+    exact = hf_logits(folder, ids).log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    for answer in result["answers"]:
+        assert torch.allclose(torch.tensor(answer["prompt_logprobs"]), exact, atol=1e-3)
+
+
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_steady_decoding_never_waits_for_the_device(ranks: RankPool, folder_of: Callable[[str, str], Path], mode: str) -> None:
     case = "tests.distributed.engine_cases:decode_without_waiting"
