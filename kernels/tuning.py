@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,17 @@ def load_table(device: str, folder: Path = FOLDER) -> TuningTable:
         return TuningTable(plain["device"], tuple(_entry(entry) for entry in plain["entries"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no tuning table: {error!r}") from error
+
+
+def sums_shape(width: int, world: int, dtype: str) -> dict[str, int | str]:
+    """The key of entries for sums over ranks (kernel name `sums`): whose configurations say in "way" `peers` or `nccl`."""
+    return {"width": width, "world": world, "dtype": dtype}
+
+
+def merge_entries(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A file's entries with new ones: a new one takes the place of the old one of its kernel and shape."""
+    kept = [entry for entry in old if all((entry["kernel"], entry["shape"]) != (e["kernel"], e["shape"]) for e in new)]
+    return [*kept, *new]
 
 
 def _entry(plain: Mapping[str, Any]) -> Entry:

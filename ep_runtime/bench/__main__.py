@@ -1,4 +1,4 @@
-"""`python -m ep_runtime.bench decode|prefill|throughput|collectives|demo|recovery|vision`.
+"""`python -m ep_runtime.bench decode|prefill|throughput|serve|startup|collectives|scale|control|cost|plot|demo|recovery|vision`.
 
 The first three also run under torchrun, with any ranks; `collectives` runs under torchrun alone.
 """
@@ -8,7 +8,21 @@ from __future__ import annotations
 import argparse
 import logging
 
-from ep_runtime.bench import collectives, decode, demo, prefill, recovery, vision
+from ep_runtime.bench import (
+    collectives,
+    control,
+    cost_doc,
+    decode,
+    demo,
+    plots,
+    prefill,
+    recovery,
+    scale,
+    serve,
+    startup,
+    throughput,
+    vision,
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -17,9 +31,15 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="benchmark", required=True)
     kinds = {
         "decode": (decode.__doc__, decode.add_arguments, decode.run),
-        "prefill": ("tokens per second of prompts", prefill.add_prefill_arguments, prefill.run_prefill),
-        "throughput": ("seconds of many requests at once", prefill.add_throughput_arguments, prefill.run_throughput),
+        "prefill": (prefill.__doc__, prefill.add_arguments, prefill.run),
+        "throughput": (throughput.__doc__, throughput.add_arguments, throughput.run),
+        "serve": (serve.__doc__, serve.add_arguments, serve.run),
+        "startup": (startup.__doc__, startup.add_arguments, startup.run),
         "collectives": (collectives.__doc__, collectives.add_arguments, collectives.run),
+        "scale": (scale.__doc__, scale.add_arguments, scale.run),
+        "control": (control.__doc__, control.add_arguments, control.run),
+        "cost": (cost_doc.__doc__, cost_doc.add_arguments, cost_doc.run),
+        "plot": ("draw a result that was written before", plots.add_arguments, plots.run),
         "demo": (demo.__doc__, demo.add_arguments, demo.run),
         "recovery": (recovery.__doc__, recovery.add_arguments, recovery.run),
         "vision": (vision.__doc__, vision.add_arguments, vision.run),

@@ -9,13 +9,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
-from ep_runtime.bench import report
+from ep_runtime.bench import plots, report
 from ep_runtime.bench.collective_cells import Cell, Problem, cpu_cells, gpu_cells
 from ep_runtime.bench.session import numbers
 from ep_runtime.engine.comm import GroupCommunicator, form_group, open_store
@@ -78,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drift", type=int, default=4, help="matrix products by which a rank in turn is late (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, help="file for the result as JSON")
+    report.add_output_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -108,6 +107,7 @@ def run(options: argparse.Namespace) -> None:
         lines, columns = tabulate([row for row in rows if row["collective"] == collective])
         print(f"\n{collective}\n{report.table(lines, columns)}", flush=True)
     report.write(options.out, result)
+    plots.save(options.plot, result)
 
 
 def join(ranks: Ranks, device: torch.device) -> GroupCommunicator:

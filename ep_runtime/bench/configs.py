@@ -1,4 +1,4 @@
-"""Published configurations of the models that are measured, as their config.json states them; most without their vision part.
+"""Configurations of the models that are measured, as their config.json states them; most without their vision part.
 
 Written into a folder without weights, they are what `--load-format dummy` needs.
 """
@@ -6,10 +6,14 @@ Written into a folder without weights, they are what `--load-format dummy` needs
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-CONFIGS: dict[str, dict[str, Any]] = {
+from model.trellis.checkpoint import config_to_json
+from model.trellis.presets import PRESETS
+
+PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "attention_bias": False,
@@ -109,6 +113,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+CONFIGS: dict[str, dict[str, Any]] = {
+    **PUBLISHED,
+    "trellis-180m": config_to_json(replace(PRESETS["trellis-180m"], aux=None)),
+}
+"""By name, all that are measured."""
+
 TINY = "tiny"
 
 VISION_CONFIGS: dict[str, dict[str, Any]] = {
@@ -191,9 +201,14 @@ VISION_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_config(name: str, folder: Path, layers: int | None = None) -> None:
-    """Put the configuration `name` into `folder` as config.json; `layers` shortens the model, for quick looks at its layers."""
+    """Put the configuration `name` into `folder` as config.json; `layers` shortens the model, for quick looks at its layers.
+
+    Raises ValueError for `layers` of a model whose layers are not just counted.
+    """
     config = dict(CONFIGS[name])
     if layers is not None:
+        if "num_hidden_layers" not in config:
+            raise ValueError(f"{name} is not shortened to a number of layers")
         config["num_hidden_layers"] = layers
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ep_runtime.bench import report
+from ep_runtime.bench import peer, plots, report
 from ep_runtime.bench.floor import split
 from ep_runtime.bench.profile import StepProfile
 from ep_runtime.bench.session import Session, add_model_arguments, check_complete, greedy, numbers, open_session, random_prompts
@@ -27,6 +27,9 @@ COLUMNS = {
     "host_ms": "host ms",
     "steps": "steps",
 }
+PEER_COLUMNS = {"peer_ms": "transformers ms", **peer.COLUMNS, "same_tokens": "same tokens"}
+"""With random weights tokens differ: each side has its own."""
+ABOUT = ("model", "ranks", "dtype", "device", "forward_mode", "load_seconds", "ready_seconds", "bandwidth_gb_s")
 WARM_TOKENS = 8
 
 
@@ -40,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-file", type=Path, help="JSON list of token ids, instead of random prompts; its first answer is kept"
     )
     parser.add_argument("--profile", action="store_true", help="also show the kernels that a step's time goes to")
+    peer.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -47,6 +51,8 @@ def run(options: argparse.Namespace) -> None:
     given = json.loads(options.prompt_file.read_text(encoding="utf-8")) if options.prompt_file else None
     prompt_len = len(given) if given is not None else options.prompt_len
     length = prompt_len + options.new_tokens
+    cells = [peer.Cell(batch=batch, prompt_len=prompt_len, new_tokens=options.new_tokens) for batch in options.batch]
+    theirs = peer.measure(options, cells, 1, given)
     with open_session(options, sequences=max(options.batch), length=length) as session:
         rows = []
         for batch in options.batch:
@@ -56,13 +62,18 @@ def run(options: argparse.Namespace) -> None:
         profiles = [profile(session, batch, prompt_len) for batch in options.batch] if options.profile else []
         memory = session.llm.memory_bytes()
         result = {"benchmark": "decode", **report.environment(), **session.describe(), "memory_bytes": memory, "rows": rows}
-    about = ("model", "ranks", "dtype", "device", "forward_mode", "load_seconds", "ready_seconds", "bandwidth_gb_s")
-    print(f"\n{', '.join(f'{name} {result[name]}' for name in about)}, memory {memory / 2**30:.1f} GiB")
+    for row, other in zip(rows, theirs, strict=bool(theirs)):
+        row |= peer.columns(other, row["step_ms"], other.get("step_ms"), "peer_ms")
+        row["same_tokens"] = row["tokens"] == other.get("tokens")
+    print(f"\n{', '.join(f'{name} {result[name]}' for name in ABOUT)}, memory {memory / 2**30:.1f} GiB")
     print(f"prompts of {prompt_len} tokens, {options.new_tokens} new; attention {result['attention_layout']}")
-    print(report.table(rows, COLUMNS))
+    print(report.table(rows, COLUMNS | (PEER_COLUMNS if theirs else {})))
+    print("\n".join(peer.notes(theirs)), end="\n" if theirs else "")
     for kernels in profiles:
         print(f"\n{kernels['title']}\n{kernels['table']}")
-    report.write(options.out, result | {"profiles": profiles})
+    result |= {"peer": theirs, "profiles": profiles}
+    report.write(options.out, result)
+    plots.save(options.plot, result)
 
 
 def measure(session: Session, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
@@ -78,6 +89,7 @@ def measure(session: Session, prompts: list[list[int]], new_tokens: int) -> dict
     times = summarise(intervals)
     moved = llm.step_bytes(batch, len(prompts[0]) + new_tokens // 2)
     floor = moved.milliseconds(session.bandwidth)
+    divided = moved if llm.layout == "tensor" else split(moved, llm.parallel.world)
     return {
         "batch": batch,
         "step_ms": times.median,
@@ -87,7 +99,7 @@ def measure(session: Session, prompts: list[list[int]], new_tokens: int) -> dict
         "tokens_per_s": batch / times.median * 1e3,
         "floor_ms": floor,
         "ratio": times.median / floor,
-        "split_floor_ms": split(moved, llm.parallel.world).milliseconds(session.bandwidth),
+        "split_floor_ms": divided.milliseconds(session.bandwidth),
         "gigabytes": moved.total / 1e9,
         "bytes": asdict(moved),
         "host_ms": host / len(llm.arrivals) * 1e3 if llm.device.type != "cpu" else None,

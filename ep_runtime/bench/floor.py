@@ -1,7 +1,7 @@
 """The floor of a decode step: the bytes that the busier rank must move through its memory, whatever the program.
 
-Weights are read once a step, those of experts only where a row chose them; keys and values of the context are read; recurrent
-states are read and written. Activations are left out: they stay in caches.
+Weights are read once a step, those of experts and the rows of a memory bank only where a row chose them; keys and values of the
+context are read; recurrent states are read and written. Activations are left out: they stay in caches.
 """
 
 from __future__ import annotations
@@ -10,27 +10,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.config import ModelConfig
+from model.config import FamilyConfig
+from model.families.registry import family_of
 from model.parallel import ExpertPlacement, Parallel
+from model.reads import WeightBytes
 from model.spec import ModelSpec
 from model.state.sizes import DTYPE_BYTES, bytes_per_slot
 
 DRAWS = 256
-"""Simulated routings: the mean of the busier rank's hits then moves by less than one percent from seed to seed."""
+"""Simulated routings of few rows: the mean of the busier rank's hits then moves by less than one percent from seed to seed."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightBytes:
-    """One rank's weights: one expert of one layer, the vocabulary shard of the head, and all else that each step reads."""
-
-    expert: int
-    head: int
-    dense: int
+FEWEST_DRAWS = 32
+"""Those of many rows, of which each says more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBytes:
-    """What one decode step of the busier rank moves, in bytes."""
+    """What one decode step of the busier rank moves, in bytes. `experts` are all weights that are read by choice."""
 
     experts: int
     dense: int
@@ -48,29 +44,27 @@ class StepBytes:
         return self.total / bytes_per_second * 1e3
 
 
-def weight_bytes(config: ModelConfig, parallel: Parallel, placement: ExpertPlacement, nbytes: int, dtype: str) -> WeightBytes:
-    """Split `nbytes`, all weights of one rank in `dtype`. The embedding is not among the parts: a step reads a row a sequence."""
-    element = DTYPE_BYTES[dtype]
-    row = config.hidden_size * element
-    shard = parallel.vocab_shard(config.vocab_size) * row
-    ends = parallel.world * shard if config.tied else config.vocab_size * row + shard
-    expert = 3 * config.moe.intermediate * row if config.moe is not None else 0
-    held = len(placement.local(parallel.rank)) * len(config.moe_layers)
-    return WeightBytes(expert=expert, head=shard, dense=nbytes - ends - held * expert)
+def weight_bytes(config: FamilyConfig, parallel: Parallel, placement: ExpertPlacement, nbytes: int, dtype: str) -> WeightBytes:
+    """What a step reads of `nbytes`, a rank's weights in `dtype`, as its family counts it. A looped model runs one loop."""
+    return family_of(config.architecture).reads(config, parallel, placement, nbytes, dtype)
 
 
 def step_bytes(
     weights: WeightBytes, spec: ModelSpec, placement: ExpertPlacement, dtype: str, *, batch: int, context: int
 ) -> StepBytes:
-    """For `batch` sequences of `context` positions each, attention and states on every rank, routing uniform."""
+    """For `batch` sequences of `context` positions each, routing uniform.
+
+    The layout of attention is in `weights` and `spec`: they have a rank's part of what is divided.
+    """
     positions = sum(min(context, c.window or context) * c.block_elements(1) for c in spec.caches)
     hits = busier_hits(placement, spec.experts_per_token, batch) if spec.moe_layers else 0.0
+    state = bytes_per_slot(spec, dtype) if weights.state is None else weights.state
     return StepBytes(
-        experts=round(hits * len(spec.moe_layers) * weights.expert),
+        experts=round(hits * len(spec.moe_layers) * weights.expert) + batch * weights.row,
         dense=weights.dense,
         head=weights.head,
         cache=batch * positions * DTYPE_BYTES[dtype],
-        state=2 * batch * bytes_per_slot(spec, dtype),
+        state=2 * batch * state,
     )
 
 
@@ -95,8 +89,8 @@ def busier_hits(placement: ExpertPlacement, top_k: int, rows: int) -> float:
         return float(total * (1 - (1 - top_k / total) ** rows))
     owners = np.array([placement.owner(expert)[0] for expert in range(total)])
     random = np.random.default_rng(0)
-    most = 0
-    for _ in range(DRAWS):
+    most, draws = 0, max(FEWEST_DRAWS, min(DRAWS, 4 * DRAWS // rows))
+    for _ in range(draws):
         chosen = random.random((rows, total)).argpartition(top_k - 1, axis=1)[:, :top_k]
         most += int(np.bincount(owners[np.unique(chosen)], minlength=placement.world).max())
-    return most / DRAWS
+    return most / draws

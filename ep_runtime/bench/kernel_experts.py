@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ep_runtime.bench.experts_candidates import GROUPED, PAIRED, PAIRED_UP_TO, block_rows
 from ep_runtime.bench.experts_check import local_experts, random_weights
+from ep_runtime.bench.experts_shapes import MODELS, Model
 from ep_runtime.bench.timing import floor_us, time_us
 from kernels.experts_config import ExpertsConfig, Tile, default_config, experts_shape
 from kernels.experts_grouped import combine, down_grouped, gate_up_grouped
@@ -19,31 +20,6 @@ from kernels.experts_paired import down_paired, gate_up_paired
 from kernels.experts_triton import moe_experts
 from kernels.grouping import group_pairs
 from kernels.router_triton import FUSED_ROWS, route_logits, route_rows
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """One model's expert layer on one of `ranks` ranks."""
-
-    name: str
-    hidden: int
-    units: int
-    experts: int
-    top_k: int
-    ranks: int = 1
-
-    @property
-    def held(self) -> int:
-        """Experts of this rank, the first ones."""
-        return self.experts // self.ranks
-
-
-MODELS = {
-    "30b": Model("Qwen3-30B-A3B", 2048, 768, 128, 8),
-    "30b-ep2": Model("Qwen3-30B-A3B", 2048, 768, 128, 8, 2),
-    "35b": Model("Qwen3.5-35B-A3B", 2048, 512, 256, 8),
-    "80b-ep2": Model("Qwen3-Next-80B-A3B", 2048, 512, 512, 10, 2),
-}
 
 
 class Layer:
@@ -56,8 +32,8 @@ class Layer:
         self.x = [torch.randn(rows, model.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(calls)]
         if rows == 1:  # no expert twice in a row of calls, so that none is still in the cache
             logits = [-(torch.arange(model.experts, device="cuda") - call * model.top_k) % model.experts for call in range(calls)]
-            if model.ranks > 1:  # half of the choices are here
-                logits = [value.view(-1, 2).t().flatten() for value in logits]
+            if model.ranks > 1:  # its share of the choices is here
+                logits = [value.view(-1, model.ranks).t().flatten() for value in logits]
             chosen = [route_logits(value[None].float() * 0.01, model.top_k, True) for value in logits]
         else:
             chosen = [route_logits(torch.randn(rows, model.experts, device="cuda"), model.top_k, True) for _ in range(calls)]

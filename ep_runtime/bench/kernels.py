@@ -17,7 +17,9 @@ from typing import Any
 from ep_runtime.bench import kernel_experts
 from ep_runtime.bench.compile_ahead import compile_share
 from ep_runtime.bench.experts_check import ROUTERS, SHAPES, check_router, check_shape
+from ep_runtime.bench.experts_shapes import MODELS
 from ep_runtime.bench.kernel_experts import report
+from kernels.tuning import merge_entries
 
 DEFAULT_ROWS = "1,8,32,128,1024,4096,8192"
 
@@ -26,11 +28,11 @@ def main() -> int:
     """Run one suite and print its table; 1 if a check failed."""
     parser = argparse.ArgumentParser(prog="python -m ep_runtime.bench.kernels", description=__doc__)
     parser.add_argument("suite", choices=["experts"])
-    parser.add_argument("--models", default=",".join(kernel_experts.MODELS), help="with commas (default: %(default)s)")
+    parser.add_argument("--models", default=",".join(MODELS), help="with commas (default: %(default)s)")
     parser.add_argument("--rows", default=DEFAULT_ROWS, help="with commas (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=15, help="processes that check and compile ahead (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="everything, as JSON")
-    parser.add_argument("--table", type=Path, help="the tuning table of this device, for kernels/tuned/")
+    parser.add_argument("--table", type=Path, help="a tuning table of this device, for kernels/tuned/; other shapes in it are kept")
     options = parser.parse_args()
     began = time.monotonic()
     checks = prepare(options.jobs)
@@ -38,12 +40,24 @@ def main() -> int:
     report(f"checks: {good} of {len(checks)} good, after {time.monotonic() - began:.0f} s")
     router, *models = time_all(options.models.split(","), [int(rows) for rows in options.rows.split(",")])
     report(f"done after {time.monotonic() - began:.0f} s")
-    table = {"device": models[0]["device"] if models else None, "entries": [each["entry"] for each in models]}
+    table = made_table(models, options.table)
     if options.out:
         options.out.write_text(json.dumps({"checks": checks, "router": router, "models": models, "table": table}, indent=1))
-    if options.table:
+    if options.table and models:
         options.table.write_text(json.dumps(table, indent=1) + "\n")
     return 0 if good == len(checks) else 1
+
+
+def made_table(models: list[Any], path: Path | None) -> dict[str, Any]:
+    """The entries of the timed models, and the others of the table that is at `path`. Raises ValueError for another device's."""
+    new = [each["entry"] for each in models]
+    device = models[0]["device"] if models else None
+    if path is None or not path.exists() or not models:
+        return {"device": device, "entries": new}
+    old = json.loads(path.read_text(encoding="utf-8"))
+    if old["device"] != device:
+        raise ValueError(f"{path} is the table of {old['device']}, this is {device}")
+    return {"device": device, "entries": merge_entries(old["entries"], new)}
 
 
 def prepare(jobs: int) -> list[dict[str, Any]]:

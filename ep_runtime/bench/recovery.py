@@ -124,11 +124,12 @@ def find_model(name: str, folder: Path) -> tuple[Path, str | None]:
     return folder, "dummy"
 
 
-def write_tokenizer(folder: Path) -> Path:
-    """A tokenizer whose tokens are the bytes; returns its folder."""
+def write_tokenizer(folder: Path, size: int = 0) -> Path:
+    """A tokenizer whose tokens are the bytes, and up to `size` words that are never read, but can be shown; returns its folder."""
     folder.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    words = [f"Ġ{number}" for number in range(len(alphabet), size)]
+    backend = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate([*alphabet, *words])}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.save(str(folder / "tokenizer.json"))

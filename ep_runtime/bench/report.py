@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -11,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from ep_runtime.bench.plots import plot_file
 
 PACKAGES = ("ep-runtime", "torch", "triton", "transformers")
 
@@ -42,6 +45,12 @@ def processor() -> str:
         return platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say where a result goes."""
+    parser.add_argument("--out", type=Path, help="file for the result as JSON")
+    parser.add_argument("--plot", type=plot_file, metavar="FILE.png", help="file for a picture of the result (extra 'bench')")
 
 
 def write(path: Path | None, result: Mapping[str, Any]) -> None:

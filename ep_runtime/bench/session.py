@@ -16,14 +16,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from ep_runtime.bench import bandwidth
+from ep_runtime.bench import bandwidth, report
 from ep_runtime.bench.configs import CONFIGS, write_config
-from ep_runtime.bench.floor import StepBytes, WeightBytes, step_bytes, weight_bytes
+from ep_runtime.bench.floor import StepBytes, step_bytes, weight_bytes
+from ep_runtime.bench.load_floor import FloorModel
 from ep_runtime.bench.steps import Arrival
+from ep_runtime.bench.vision_encoder import matrix_peak
+from ep_runtime.config import ATTENTION_LAYOUTS
 from ep_runtime.engine.main import collect_garbage, pick_device
 from ep_runtime.offline import LLM, SamplingParams
+from ep_runtime.scheduler.core import Plan, SchedulerLimits
+from ep_runtime.scheduler.scheduler import Scheduler
 from ep_runtime.supervise.place import read_place
+from model.reads import WeightBytes
 from protocol.messages import Abort, Results, Submit
+
+
+class WatchedScheduler(Scheduler):
+    """Keeps the plans of the steps that were launched."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        super().__init__(limits)
+        self.plans: list[Plan] = []
+
+    def launched(self, plan: Plan) -> None:
+        """Note it, if it has rows."""
+        super().launched(plan)
+        if plan.spans:
+            self.plans.append(plan)
 
 
 class MeasuredLLM(LLM):
@@ -32,6 +52,8 @@ class MeasuredLLM(LLM):
     `generate` runs whole loads; `submit` hands over one request while `head.turn` is called by hand. `on_results` sees all results.
     """
 
+    scheduler_type = WatchedScheduler
+
     def __init__(self, model: str, **settings: Any) -> None:
         self.arrivals: list[Arrival] = []
         self.on_arrival: Callable[[Arrival], None] = self.arrivals.append
@@ -39,16 +61,20 @@ class MeasuredLLM(LLM):
         started = time.perf_counter()
         super().__init__(model, **settings)
         self.ready_seconds = time.perf_counter() - started
+        assert isinstance(self._scheduler, WatchedScheduler)
+        self.watched: WatchedScheduler = self._scheduler
         self.tokenizer = None
         self.dtype = str(self._rank.dtype).removeprefix("torch.")
         self.device = self._rank.device
         self.parallel = self._rank.parallel
+        self.layout = self._rank.layout
         self.load_report = self._rank.loaded.report
         self.vocab_size = self._rank.spec.vocab_size
         self.encoded = self._rank.images
         loaded = self._rank.loaded
+        self.model, self.placement, self.communicator = loaded.model, loaded.placement, self._epoch.executor.comm
         # A decode step reads nothing of the tower.
-        tower = sum(weight.nbytes for weight in loaded.model.tower.parameters()) if loaded.model.tower is not None else 0
+        tower = sum(weight.nbytes for weight in loaded.tower.parameters()) if loaded.tower is not None else 0
         self.weights: WeightBytes = weight_bytes(
             loaded.config, self.parallel, loaded.placement, self.load_report.nbytes - tower, self.dtype
         )
@@ -60,6 +86,12 @@ class MeasuredLLM(LLM):
     def step_bytes(self, batch: int, context: int) -> StepBytes:
         """What the busier rank moves in one decode step."""
         return step_bytes(self.weights, self._rank.spec, self._rank.loaded.placement, self.dtype, batch=batch, context=context)
+
+    def floor_model(self, bandwidth: float) -> FloorModel:
+        """What any step costs at least: at `bandwidth` bytes per second, and at what a large product reaches here, now measured."""
+        loaded = self._rank.loaded
+        peak = matrix_peak(self.device, self._rank.dtype)
+        return FloorModel(self.weights, self._rank.spec, loaded.placement, self.dtype, bandwidth=bandwidth, peak=peak)
 
     def memory_bytes(self) -> int:
         """Most memory that this rank has held: the device's, as torch counts it, or the process's on a CPU."""
@@ -93,7 +125,7 @@ class Session:
             "dtype": llm.dtype,
             "device": device,
             "forward_mode": llm.config.forward_mode,
-            "attention_layout": llm.config.attention_layout,
+            "attention_layout": llm.layout,
             "weight_bytes_rank0": llm.load_report.nbytes,
             "load_seconds": round(llm.load_report.seconds, 2),
             "ready_seconds": round(llm.ready_seconds, 2),
@@ -116,11 +148,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--forward-mode", choices=["reference", "eager", "graph"])
-    parser.add_argument("--attention-layout", default="replicated")
+    parser.add_argument("--attention-layout", choices=[*ATTENTION_LAYOUTS, "auto"], default="replicated")
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--threads", type=int, help="compute threads of each rank on the CPU")
-    parser.add_argument("--out", type=Path, help="file for the result as JSON")
+    report.add_output_arguments(parser)
 
 
 @contextmanager
@@ -136,19 +168,17 @@ def open_session(options: argparse.Namespace, *, sequences: int, length: int) ->
         torch.set_num_threads(options.threads)
     measured = bandwidth.measure(device)
     with model_folder(options) as (folder, name, load_format):
-        settings: dict[str, Any] = {
-            "served_model_name": name,
-            "load_format": load_format,
-            "max_model_len": length,
-            "max_num_seqs": sequences,
-            "max_queue": max(256, sequences),
-            "max_num_batched_tokens": options.max_num_batched_tokens,
-        }
-        same = ("dtype", "device", "forward_mode", "attention_layout", "gpu_memory_utilization", "threads")
-        settings |= {field: getattr(options, field) for field in same}
-        with MeasuredLLM(str(folder), **settings) as llm:
+        settings = llm_settings(options, sequences=sequences, length=length)
+        with MeasuredLLM(str(folder), served_model_name=name, load_format=load_format, **settings) as llm:
             collect_garbage()
             yield Session(llm, measured)
+
+
+def llm_settings(options: argparse.Namespace, *, sequences: int, length: int) -> dict[str, Any]:
+    """Fields of the configuration for so many sequences of so many tokens each, and as the flags say."""
+    same = ("dtype", "device", "forward_mode", "attention_layout", "gpu_memory_utilization", "threads", "max_num_batched_tokens")
+    bounds = {"max_model_len": length, "max_num_seqs": sequences, "max_queue": max(256, sequences)}
+    return bounds | {field: getattr(options, field) for field in same}
 
 
 @contextmanager

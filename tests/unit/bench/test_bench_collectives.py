@@ -19,7 +19,7 @@ ROWS = [1, 9]
 
 
 def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
     launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     arguments = [
         "collectives",
@@ -35,6 +35,8 @@ def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
         "4",
         "--out",
         str(out),
+        "--plot",
+        str(picture),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [*launcher, "ep_runtime.bench", *arguments]
@@ -47,6 +49,7 @@ def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
         assert len(row["replays_us"]) == 4
         assert 0 < row["median_us"] <= row["p90_us"] <= row["max_us"]
     assert done.stdout.count("host memory") == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_exact_sum_is_rounded_once() -> None:

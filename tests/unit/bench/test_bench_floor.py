@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ep_runtime.bench.configs import CONFIGS, write_config
+from ep_runtime.bench.configs import PUBLISHED, write_config
 from ep_runtime.bench.floor import StepBytes, busier_hits, split, step_bytes, weight_bytes
 from model.loader import PreparedModel, prepare_model
 from model.parallel import ExpertPlacement, Parallel
@@ -20,13 +20,13 @@ def prepared(name: str, folder: Path, world: int = 1, layers: int | None = None)
     return prepare_model(folder, Parallel(0, world), dtype=torch.bfloat16, device="cpu", load_format="dummy")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_configurations_have_the_published_number_of_parameters(name: str, tmp_path: Path) -> None:
     model = prepared(name, tmp_path)
     assert sum(tensor.numel() for tensor in model.module.parameters()) / 1e9 == pytest.approx(BILLIONS[name], abs=0.01)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_transformers_reads_the_configurations_alike(name: str, tmp_path: Path) -> None:
     model = prepared(name, tmp_path)
     theirs = AutoConfig.from_pretrained(tmp_path)
@@ -39,7 +39,7 @@ def test_transformers_reads_the_configurations_alike(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_parts_of_the_weights_are_those_of_the_modules(name: str, world: int, tmp_path: Path) -> None:
     model = prepared(name, tmp_path, world, layers=4)
     sizes = {key: tensor.nbytes for key, tensor in model.module.named_parameters()}

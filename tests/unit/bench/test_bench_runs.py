@@ -60,14 +60,58 @@ def test_dummy_weights_from_a_config_file_and_a_profile(folder: Path, tmp_path: 
 
 
 def test_prefill_and_throughput(folder: Path, tmp_path: Path) -> None:
-    prefill, load = tmp_path / "prefill.json", tmp_path / "load.json"
-    bench("prefill", "--model", folder, *COMMON, "--batch", "1,2", "--repeat", 1, "--out", prefill)
-    bench("throughput", "--model", folder, *COMMON, "--requests", 5, "--max-num-seqs", 3, "--new-tokens", 6, "--out", load)
-    assert [row["prompts"] * 9 / row["seconds"] for row in read(prefill)["rows"]] == pytest.approx(
-        [row["tokens_per_s"] for row in read(prefill)["rows"]]
+    prefill, load, picture = tmp_path / "prefill.json", tmp_path / "load.json", tmp_path / "load.png"
+    text = bench(
+        "prefill",
+        "--model",
+        folder,
+        *COMMON,
+        "--batch",
+        "1,2",
+        "--repeat",
+        2,
+        "--peer",
+        "transformers",
+        "--profile",
+        "--out",
+        prefill,
     )
+    result = read(prefill)
+    for row in result["rows"]:
+        assert row["prompts"] * 9 / row["seconds"] == pytest.approx(row["tokens_per_s"])
+        assert row["floor"]["rows"] == row["prompts"] * 9
+        assert 0 < row["floor_seconds"] == pytest.approx(row["floor_share"] * row["seconds"])
+        assert row["peer_seconds"] == pytest.approx(row["peer_ratio"] * row["seconds"])
+    assert text.count("steps by kernel") == 2
+    assert all("mm" in "".join(kernel["name"] for kernel in one["rows"]) for one in result["profiles"])
+    arguments = ["throughput", "--model", folder, *COMMON, "--requests", 5, "--max-num-seqs", 3, "--new-tokens", 6]
+    bench(*arguments, "--out", load, "--plot", picture, ranks=2)
     row = read(load)["rows"][0]
     assert row["seconds"] * row["new_tokens_per_s"] == pytest.approx(5 * 6)
+    # Five sequences of 9 + 6 tokens, of which the last is never fed, and nothing computed twice.
+    assert (row["floor"]["rows"], row["preemptions"]) == (5 * (9 + 6 - 1), 0)
+    assert row["steps"] >= 2 * 6
+    assert sum(count for _, count in row["arrivals"]) == 5 * 6
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_decode_beside_transformers(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "peer.json"
+    text = bench("decode", "--model", folder, *COMMON, "--batch", "2", "--new-tokens", 14, "--peer", "transformers", "--out", out)
+    row = read(out)["rows"][0]
+    assert row["same_tokens"] is True
+    assert row["peer_ms"] == pytest.approx(row["peer_ratio"] * row["step_ms"])
+    assert "transformers ms" in text
+
+
+def test_start_by_phase(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "start.json"
+    arguments = ["startup", "--model", folder / "config.json", "--device", "cpu", "--max-num-seqs", 2, "--max-model-len", 32]
+    bench(*arguments, "--ranks", 2, "--no-server", "--out", out)
+    (row,) = read(out)["rows"]
+    phases = [row[name] for name in ("spawn", "import", "prepare", "load", "capture")]
+    assert all(seconds > 0 for seconds in phases)
+    assert sum(phases) == pytest.approx(row["ready"])
 
 
 def test_demo_compares_with_transformers_token_by_token(folder: Path, tmp_path: Path) -> None:

@@ -82,8 +82,9 @@ def test_the_wheel_holds_our_packages_and_nothing_else(tmp_path):
     assert headers["License-Expression"] == "Apache-2.0"
     shipped = {name for name in names if not name.startswith(metadata.split("/")[0])}
     expected = {str(path.relative_to(source)) for name in PACKAGES for path in (source / name).rglob("*.py")}
-    tables = {f"kernels/tuned/{path.name}" for path in (ROOT / "kernels" / "tuned").iterdir()}
-    assert tables
+    data = (ROOT / "kernels" / "tuned", ROOT / "ep_runtime" / "bench" / "machines")
+    assert all(any(folder.iterdir()) for folder in data)
+    tables = {str(path.relative_to(ROOT)) for folder in data for path in folder.iterdir()}
     assert shipped == expected | tables | {f"{name}/py.typed" for name in PACKAGES}
 
 

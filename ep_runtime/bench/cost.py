@@ -1,0 +1,274 @@
+"""What a step should take: a cost model of few constants, as pure functions. docs/scaling.md says what it is worth.
+
+A decode step is the floor (bytes of the busier rank over the memory's bandwidth, `bench.floor`), a constant for each layer and kind
+of layer, a constant for each row and layer, and the collectives. Constants come from `fit` over measured steps of few ranks; those
+of links that nobody measured are assumed, and kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ep_runtime.bench.floor import StepBytes, step_bytes
+from model.config import ModelConfig
+from model.parallel import ExpertPlacement, Parallel
+from model.reads import WeightBytes
+from model.spec import LayerKind, ModelSpec
+from model.state.sizes import DTYPE_BYTES
+
+LAYOUTS = ("replicated", "tensor", "data")
+"""Layouts of attention that the model knows, whether they are served or not."""
+
+PAIRED_ROWS = 2
+"""Up to this many rows experts run without grouping (`kernels.experts_config`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitted:
+    """Microseconds that `fit` finds. By layer: attention, Gated DeltaNet. `grouping`: by routed layer, beyond PAIRED_ROWS rows.
+
+    `row`: by row and layer. `reduction`: by collective of two ranks in one host, what it moves apart.
+    """
+
+    attention: float
+    delta: float
+    grouping: float
+    row: float
+    reduction: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """What collectives go over, in bytes per second and microseconds.
+
+    `inside`: into a GPU from its peers in the host. `peer`: for each rank of a host beyond the second. `between`: into a GPU from
+    other hosts. `network`: for a collective that leaves the host, beyond what it takes inside. `launch`: of the host, for a layer
+    of a step that is no CUDA graph.
+    """
+
+    inside: float
+    peer: float
+    between: float
+    network: float
+    launch: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """A kind of device, and how its like are linked. `bandwidth` is of its memory, bytes per second.
+
+    `prefill_rate` is operations per second of prompt rows; `prefill_fixed` seconds of each step with them.
+    """
+
+    device: str
+    bandwidth: float
+    fitted: Fitted
+    links: Links
+    prefill_rate: float
+    prefill_fixed: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCosts:
+    """What a step of one model reads. `expert` and `dense` are bytes of weights, as `model.reads.WeightBytes` has them."""
+
+    name: str
+    config: ModelConfig
+    spec: ModelSpec
+    dtype: str
+    expert: int
+    dense: int
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation's element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def every_rank(self) -> int:
+        """Bytes of `dense` that no layout of attention divides: routers and shared experts."""
+        moe = self.config.moe
+        if moe is None:
+            return 0
+        width = self.config.hidden_size * self.element
+        return len(self.spec.moe_layers) * width * (moe.num_experts + 3 * moe.shared_intermediate)
+
+    def layers(self, kind: LayerKind) -> int:
+        """Layers that mix tokens by Gated DeltaNet (LINEAR), or by attention (anything else)."""
+        linear = sum(each is LayerKind.LINEAR for each in self.spec.layer_kinds)
+        return linear if kind is LayerKind.LINEAR else self.spec.num_layers - linear
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What runs: `batch` sequences of `context` positions, on `hosts` hosts of `per_host` ranks.
+
+    `by_host`: a collective over several hosts first sums inside each, and each of its GPUs exchanges a share of the rows. `graph`:
+    steps are CUDA graphs.
+    """
+
+    batch: int
+    context: int = 160
+    per_host: int = 1
+    hosts: int = 1
+    layout: str = "replicated"
+    by_host: bool = False
+    graph: bool = True
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.hosts * self.per_host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """Milliseconds of a decode step on the device by part, and those of the host's launches, which run beside it."""
+
+    floor: float
+    layers: float
+    rows: float
+    collectives: float
+    launches: float
+
+    @property
+    def device(self) -> float:
+        """On the device."""
+        return self.floor + self.layers + self.rows + self.collectives
+
+    @property
+    def total(self) -> float:
+        """From step to step."""
+        return max(self.device, self.launches)
+
+
+def rank_bytes(model: ModelCosts, case: Case) -> StepBytes:
+    """What the busier rank moves in a decode step. Raises ValueError for a layout that is not one of LAYOUTS.
+
+    `tensor` divides what mixes tokens (keys and values by at most their heads); `data` divides the sequences.
+    """
+    if case.layout not in LAYOUTS:
+        raise ValueError(f"layout is {case.layout!r}, known are {', '.join(LAYOUTS)}")
+    world = case.world
+    row = model.config.hidden_size * model.element
+    weights = WeightBytes(
+        expert=model.expert, head=Parallel(0, world).vocab_shard(model.config.vocab_size) * row, dense=model.dense
+    )
+    placement = ExpertPlacement.build(model.spec.num_experts, world)
+    parts = step_bytes(weights, model.spec, placement, model.dtype, batch=case.batch, context=case.context)
+    if case.layout == "tensor":
+        kv_heads = min(cache.kv_heads for cache in model.spec.caches)
+        dense = model.every_rank + (model.dense - model.every_rank) // world
+        return replace(parts, dense=dense, cache=parts.cache // min(world, kv_heads), state=parts.state // world)
+    if case.layout == "data":
+        own = -(-case.batch // world)
+        return replace(parts, cache=parts.cache * own // case.batch, state=parts.state * own // case.batch)
+    return parts
+
+
+def collectives(model: ModelCosts, layout: str, world: int) -> int:
+    """Sums, gathers and scatters of a step: one a layer when attention is everywhere, else two; the head's gather left out."""
+    if world == 1:
+        return 0
+    return len(model.spec.moe_layers) if layout == "replicated" else 2 * model.spec.num_layers
+
+
+def collective_us(machine: Machine, case: Case, part_bytes: float) -> float:
+    """Microseconds of one collective in which each rank takes `part_bytes` from each other rank."""
+    links, inside = machine.links, machine.fitted.reduction
+    if case.world == 1:
+        return 0.0
+    near = inside + links.peer * (case.per_host - 2) if case.per_host > 1 else 0.0
+    near_bytes = (case.per_host - 1) * part_bytes
+    if case.hosts == 1:
+        return near + near_bytes / links.inside * 1e6
+    if case.by_host:
+        # Each GPU of a host sums a share of the rows, exchanges it with its like, and shows it to its host's others.
+        share = near_bytes / case.per_host / links.inside * 1e6
+        far_bytes = (case.hosts - 1) * part_bytes / case.per_host
+        return 2 * (near + share) + links.network + far_bytes / links.between * 1e6
+    # A host's GPUs share what comes from the others, and show it to each other.
+    far_bytes = (case.hosts - 1) * part_bytes
+    within = (case.world - 1) * part_bytes / links.inside * 1e6
+    return near + within + links.network + far_bytes / links.between * 1e6
+
+
+def decode_step(machine: Machine, model: ModelCosts, case: Case) -> StepCost:
+    """A steady decode step."""
+    fitted, layers = machine.fitted, model.spec.num_layers
+    fixed = fitted.attention * model.layers(LayerKind.FULL) + fitted.delta * model.layers(LayerKind.LINEAR)
+    if case.batch > PAIRED_ROWS:
+        fixed += fitted.grouping * len(model.spec.moe_layers)
+    part = case.batch * model.config.hidden_size * model.element
+    if case.layout == "data":
+        part = -(-part // case.world)
+    count = collectives(model, case.layout, case.world)
+    return StepCost(
+        floor=rank_bytes(model, case).milliseconds(machine.bandwidth),
+        layers=fixed / 1e3,
+        rows=fitted.row * case.batch * layers / 1e3,
+        collectives=count * collective_us(machine, case, part) / 1e3,
+        launches=0.0 if case.graph else machine.links.launch * layers / 1e3,
+    )
+
+
+def prefill_flops(model: ModelCosts, layout: str, world: int) -> float:
+    """Operations of one prompt row on one rank, attention over the context left out: two for each weight that it meets."""
+    moe = model.config.moe
+    active = 0.0 if moe is None else model.expert * moe.top_k * len(model.spec.moe_layers) / world
+    own = model.every_rank + (model.dense - model.every_rank) / (1 if layout == "replicated" else world)
+    return 2 * (own + active) / model.element
+
+
+def prefill_seconds(machine: Machine, model: ModelCosts, case: Case, *, rows: int, step_rows: int) -> float:
+    """To take in `rows` prompt rows in steps of at most `step_rows`, with their collectives."""
+    steps = -(-rows // step_rows)
+    part = rows * model.config.hidden_size * model.element / (case.world if case.layout == "data" else 1)
+    # The latency is part of `prefill_fixed`; the bytes are not.
+    moved = (case.per_host - 1) * part / machine.links.inside + (case.hosts - 1) * part / machine.links.between
+    sums = collectives(model, case.layout, case.world) * moved
+    return steps * machine.prefill_fixed + rows * prefill_flops(model, case.layout, case.world) / machine.prefill_rate + sums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One measured decode step: milliseconds, and the bandwidth of its run in bytes per second."""
+
+    model: ModelCosts
+    case: Case
+    milliseconds: float
+    bandwidth: float
+
+
+def fit(machine: Machine, steps: Sequence[Measured]) -> Fitted:
+    """The constants that fit `steps` best, by least squares of relative errors. ValueError when they do not determine them."""
+    matrix = np.array([_features(step) for step in steps])
+    target = np.array([_beyond_floor(machine, step) for step in steps])
+    weight = 1 / np.array([step.milliseconds for step in steps])
+    found, _, rank, _ = np.linalg.lstsq(matrix * weight[:, None], target * weight, rcond=None)
+    if rank < len(found) or found.min() < 0:
+        raise ValueError(f"{len(steps)} steps do not determine the constants: rank {rank}, {found.round(2).tolist()}")
+    attention, delta, grouping, row, reduction = (float(value) for value in found)
+    return Fitted(attention=attention, delta=delta, grouping=grouping, row=row, reduction=reduction)
+
+
+def _features(step: Measured) -> list[float]:
+    """How often each constant is in the step, in the order of `Fitted`."""
+    model, case = step.model, step.case
+    return [
+        model.layers(LayerKind.FULL),
+        model.layers(LayerKind.LINEAR),
+        len(model.spec.moe_layers) if case.batch > PAIRED_ROWS else 0,
+        case.batch * model.spec.num_layers,
+        collectives(model, case.layout, case.world),
+    ]
+
+
+def _beyond_floor(machine: Machine, step: Measured) -> float:
+    """Microseconds that the constants have to account for."""
+    none = Fitted(attention=0.0, delta=0.0, grouping=0.0, row=0.0, reduction=0.0)
+    known = decode_step(replace(machine, bandwidth=step.bandwidth, fitted=none), step.model, step.case)
+    return (step.milliseconds - known.device) * 1e3

@@ -1,0 +1,221 @@
+"""`cost`: the tables of docs/scaling.md, from the cost model and the recorded results; with --fit, its constants from these first.
+
+A table stands in the page between `<!-- table NAME -->` and `<!-- end -->`; what is between them is made here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ep_runtime.bench.cost import LAYOUTS, Case, Machine, ModelCosts, decode_step, prefill_seconds
+from ep_runtime.bench.cost_check import check, refit, worst
+from ep_runtime.bench.cost_models import MACHINES, known_models, load_machine, read_records, read_results, save_machine
+from ep_runtime.config import ATTENTION_LAYOUTS
+
+MACHINE = "nvidia_h200"
+RANKS = (1, 2, 4, 8)
+BATCHES = (1, 32, 256)
+HOSTS = (1, 2, 4, 8)
+PER_HOST = 8
+STEP_ROWS = 8192
+"""Prompt rows of a step on a GPU, as the runtime chooses them."""
+
+MEMORY_GIB = 143771 / 1024 * 0.9
+"""What a rank may fill."""
+
+_TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subcommand's flags."""
+    parser.add_argument("--data", type=Path, default=Path("docs/benchmarks/data"), help="folder of recorded results")
+    parser.add_argument("--fit", action="store_true", help="find the constants again, and keep them")
+    parser.add_argument("--page", type=Path, help="page whose tables are replaced; default: they are printed")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Make the tables; print them, or put them into the page."""
+    results = read_results(sorted(options.data.glob("*.json")))
+    models = known_models()
+    machine = load_machine(MACHINE)
+    if options.fit:
+        machine = replace(machine, fitted=refit(machine, read_records(results, models)))
+        save_machine(machine, MACHINES / f"{MACHINE}.json")
+        machine = load_machine(MACHINE)
+    made = tables(machine, models, results)
+    if options.page is None:
+        for name, text in made.items():
+            print(f"{name}\n{text}")
+    else:
+        page = options.page.read_text(encoding="utf-8")
+        options.page.write_text(filled(page, made), encoding="utf-8")
+
+
+def filled(page: str, made: Mapping[str, str]) -> str:
+    """The page with its tables replaced. Raises ValueError when it has others than `made`, or one of these is not in it."""
+    names = [match.group(2) for match in _TABLE.finditer(page)]
+    if sorted(names) != sorted(made):
+        raise ValueError(f"the page has the tables {sorted(names)}, made are {sorted(made)}")
+    return _TABLE.sub(lambda match: match.group(1) + made[match.group(2)] + match.group(3), page)
+
+
+def tables(machine: Machine, models: Mapping[str, ModelCosts], results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Every table by name, in Markdown."""
+    return {
+        "constants": constants_table(machine),
+        "check": check_table(machine, models, results),
+        "loads": loads_table(machine, models, results),
+        "ranks": ranks_table(machine, models),
+        "hosts": hosts_table(machine, models),
+        "control": control_table(results["cpu-control"]),
+    }
+
+
+def constants_table(machine: Machine) -> str:
+    """The machine's constants, and where each is from."""
+    fitted, links = machine.fitted, machine.links
+    lines = [
+        ("memory, copy", f"{machine.bandwidth / 1e12:.2f} TB/s", "measured before each run; the run's own is used in checks"),
+        ("an attention layer", f"{fitted.attention:.1f} µs", "fitted"),
+        ("a Gated DeltaNet layer", f"{fitted.delta:.1f} µs", "fitted"),
+        ("grouping, a routed layer, from 3 rows", f"{fitted.grouping:.1f} µs", "fitted"),
+        ("a row in a layer", f"{fitted.row:.2f} µs", "fitted"),
+        ("a collective of two ranks", f"{fitted.reduction:.1f} µs", "fitted"),
+        ("prompt rows", f"{machine.prefill_rate / 1e12:.0f} TFLOP/s", "from the two prefill rows: no check of them"),
+        ("a step with prompt rows", f"{machine.prefill_fixed * 1e3:.0f} ms", "likewise"),
+        ("into a GPU from its host's others", f"{links.inside / 1e9:.0f} GB/s", "NCCL, 2 GPUs, 32 MB: 142 µs"),
+        ("a layer's launches in an eager step", f"{links.launch:.0f} µs", "25 ms of host time, 48 layers"),
+        ("a collective, each rank beyond two", f"{links.peer:.1f} µs", "**assumed**"),
+        ("into a GPU from other hosts", f"{links.between / 1e9:.0f} GB/s", "**assumed**: 400 Gb/s a GPU, at 90 %"),
+        ("a collective that leaves the host", f"{links.network:.0f} µs", "**assumed**"),
+    ]
+    return _markdown(("constant", "", "from"), lines)
+
+
+def check_table(machine: Machine, models: Mapping[str, ModelCosts], results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Measured decode steps beside what the model says; a last line has the largest errors of steady rows."""
+    rows = check(machine, read_records(results, models))
+    lines = [
+        (
+            row["model"],
+            str(row["ranks"]),
+            str(row["batch"]),
+            f"{row['measured_ms']:.2f}" + ("" if row["steady"] else f" (median {row['median_ms']:.1f})"),
+            f"{row['predicted_ms']:.2f}",
+            _percent(row["off"]),
+            "-" if row["others_off"] is None else _percent(row["others_off"]),
+            f"{100 * row['collectives']:.0f} %",
+        )
+        for row in rows
+    ]
+    header = ("model", "GPUs", "batch", "measured ms", "predicted", "off", "off, fitted without its file", "collectives, predicted")
+    ends = f"\nLargest error of a steady row: {worst(rows, 'off'):.1%}; fitted without its file: {worst(rows, 'others_off'):.1%}.\n"
+    return _markdown(header, lines) + ends
+
+
+def loads_table(machine: Machine, models: Mapping[str, ModelCosts], results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Recorded prefill and throughput results beside what the model says."""
+    lines = []
+    for result in results.values():
+        if result["benchmark"] not in ("prefill", "throughput") or result["model"] not in models:
+            continue
+        model = models[result["model"]]
+        case = Case(batch=256, per_host=result["ranks"], layout=result["attention_layout"])
+        for row in result["rows"]:
+            rows = row.get("prompts", row.get("requests")) * row["prompt_len"]
+            predicted = prefill_seconds(machine, model, case, rows=rows, step_rows=STEP_ROWS)
+            what = f"prefill of {row.get('prompts')} × {row['prompt_len']}"
+            if "requests" in row:
+                at_once = replace(case, batch=min(256, row["requests"]), context=row["prompt_len"] + row["new_tokens"] // 2)
+                predicted += row["new_tokens"] * decode_step(machine, model, at_once).total / 1e3
+                what = f"{row['requests']} requests, {row['prompt_len']} in, {row['new_tokens']} out"
+            off = _percent(predicted / row["seconds"] - 1)
+            lines.append((result["model"], str(result["ranks"]), what, f"{row['seconds']:.3g}", f"{predicted:.3g}", off))
+    return _markdown(("model", "GPUs", "load", "measured s", "predicted s", "off"), lines)
+
+
+def ranks_table(machine: Machine, models: Mapping[str, ModelCosts]) -> str:
+    """Predicted decode steps of one host by layout and ranks: milliseconds, and efficiency beside the fewest ranks that hold it."""
+    lines = []
+    for model in models.values():
+        worlds = [world for world in RANKS if weights_gib(model, world) <= MEMORY_GIB]
+        for layout in LAYOUTS:
+            for batch in BATCHES:
+                costs = {world: decode_step(machine, model, Case(batch=batch, per_host=world, layout=layout)) for world in worlds}
+                first = worlds[0]
+                cells = [
+                    f"{costs[world].total:.2f} ({costs[first].total * first / (costs[world].total * world):.0%})"
+                    if world in costs
+                    else "does not fit"
+                    for world in RANKS
+                ]
+                share = costs[max(worlds)].collectives / costs[max(worlds)].device
+                served = "" if layout in ATTENTION_LAYOUTS else ", not served yet"
+                lines.append((model.name, layout + served, str(batch), *cells, f"{share:.0%}"))
+    return _markdown(("model", "layout", "batch", *(f"{world}" for world in RANKS), "collectives at 8"), lines)
+
+
+def hosts_table(machine: Machine, models: Mapping[str, ModelCosts]) -> str:
+    """Predicted decode steps over several hosts of eight: as it is, in graphs, and with sums by host."""
+    lines = []
+    for model in models.values():
+        for batch in BATCHES[1:]:
+            for hosts in HOSTS:
+                case = Case(batch=batch, per_host=PER_HOST, hosts=hosts)
+                today = decode_step(machine, model, replace(case, graph=hosts == 1))
+                graph = decode_step(machine, model, case)
+                by_host = decode_step(machine, model, replace(case, by_host=True))
+                data = decode_step(machine, model, replace(case, layout="data"))
+                cells = [f"{cost.total:.2f}" for cost in (today, graph, by_host, data)]
+                lines.append((model.name, str(batch), f"{hosts} × {PER_HOST}", *cells, f"{graph.collectives / graph.device:.0%}"))
+    header = (
+        "model",
+        "batch",
+        "hosts × GPUs",
+        "as it is",
+        "in graphs",
+        "and sums by host",
+        "data, in graphs",
+        "collectives, in graphs",
+    )
+    return _markdown(header, lines)
+
+
+def control_table(result: Mapping[str, Any]) -> str:
+    """What `bench control` has recorded."""
+    keys = ("encode_us", "send_us", "collect_us", "judge_us", "head_us")
+    lines = [
+        (
+            str(row["ranks"]),
+            str(row["rows"]),
+            str(row["frame_bytes"]),
+            *(f"{row[key]:.0f}" for key in keys),
+            f"{row['worker_us']:.0f}",
+        )
+        for row in result["rows"]
+    ]
+    return _markdown(
+        ("ranks", "sequences", "bytes of the frame", "encode", "send", "acks", "judge", "head, all", "a worker"), lines
+    )
+
+
+def weights_gib(model: ModelCosts, world: int) -> float:
+    """Weights of a rank, embedding included."""
+    row = model.config.hidden_size * model.element
+    experts = -(-model.spec.num_experts // world) * len(model.spec.moe_layers) * model.expert
+    head = model.config.vocab_size * row / world
+    return (experts + model.dense + head + model.config.vocab_size * row) / 2**30
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

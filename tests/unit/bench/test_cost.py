@@ -1,0 +1,152 @@
+"""The cost model: its parts by hand, its constants from steps that they made, and both it and its page against recorded results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ep_runtime.bench.cost import (
+    LAYOUTS,
+    Case,
+    Fitted,
+    Links,
+    Machine,
+    Measured,
+    ModelCosts,
+    collective_us,
+    collectives,
+    decode_step,
+    fit,
+    prefill_flops,
+    prefill_seconds,
+    rank_bytes,
+)
+from ep_runtime.bench.cost_check import WITHIN, check, refit, worst
+from ep_runtime.bench.cost_doc import MACHINE, filled, tables
+from ep_runtime.bench.cost_models import known_models, load_machine, read_records, read_results, save_machine
+from ep_runtime.config import ATTENTION_LAYOUTS
+
+DOCS = Path(__file__).parents[3] / "docs"
+PLAIN = Machine(
+    device="X",
+    bandwidth=1e12,
+    fitted=Fitted(attention=10.0, delta=20.0, grouping=3.0, row=0.5, reduction=8.0),
+    links=Links(inside=1e11, peer=2.0, between=1e10, network=30.0, launch=100.0),
+    prefill_rate=1e14,
+    prefill_fixed=0.01,
+)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, ModelCosts]:
+    return known_models()
+
+
+def test_layouts_that_are_served_are_known() -> None:
+    assert set(ATTENTION_LAYOUTS) <= set(LAYOUTS)
+
+
+def test_bytes_of_layouts(models: dict[str, ModelCosts]) -> None:
+    hybrid = models["qwen3-next-80b-a3b"]
+    everywhere = rank_bytes(hybrid, Case(batch=10, per_host=4))
+    split = rank_bytes(hybrid, Case(batch=10, per_host=4, layout="tensor"))
+    owned = rank_bytes(hybrid, Case(batch=10, per_host=4, layout="data"))
+    # The router of 512 experts and a shared expert of 512 units, in each of 48 layers of width 2048, in bfloat16.
+    undivided = 48 * 2048 * 2 * (512 + 3 * 512)
+    assert split.dense == undivided + (everywhere.dense - undivided) // 4
+    assert split.cache == everywhere.cache // 2  # two key/value heads
+    assert split.state == everywhere.state // 4
+    assert (owned.dense, owned.cache, owned.state) == (everywhere.dense, everywhere.cache * 3 // 10, everywhere.state * 3 // 10)
+    assert split.experts == owned.experts == everywhere.experts
+    assert split.head == owned.head == everywhere.head
+    with pytest.raises(ValueError, match="sideways"):
+        rank_bytes(hybrid, Case(batch=1, layout="sideways"))
+
+
+def test_collectives_by_hand(models: dict[str, ModelCosts]) -> None:
+    model = models["qwen3-30b-a3b"]
+    assert [collectives(model, "replicated", world) for world in (1, 2, 8)] == [0, 48, 48]
+    assert collectives(model, "tensor", 2) == collectives(model, "data", 2) == 96
+    megabyte = 1e6
+    assert collective_us(PLAIN, Case(batch=1), megabyte) == 0
+    assert collective_us(PLAIN, Case(batch=1, per_host=2), megabyte) == pytest.approx(8 + 10)
+    assert collective_us(PLAIN, Case(batch=1, per_host=4), megabyte) == pytest.approx(8 + 2 * 2 + 30)
+    flat = Case(batch=1, per_host=4, hosts=3)
+    assert collective_us(PLAIN, flat, megabyte) == pytest.approx(12 + 11 * 10 + 30 + 2 * 100)
+    assert collective_us(PLAIN, replace(flat, by_host=True), megabyte) == pytest.approx(2 * (12 + 3 * 10 / 4) + 30 + 2 * 100 / 4)
+
+
+def test_a_step_is_the_sum_of_its_parts(models: dict[str, ModelCosts]) -> None:
+    model = models["qwen3.5-35b-a3b"]
+    case = Case(batch=4, per_host=2)
+    step = decode_step(PLAIN, model, case)
+    assert step.floor == pytest.approx(rank_bytes(model, case).total / 1e9)
+    assert step.layers == pytest.approx((10 * 10 + 30 * 20 + 40 * 3) / 1e3)
+    assert step.rows == pytest.approx(40 * 4 * 0.5 / 1e3)
+    assert step.collectives == pytest.approx(40 * (8 + 4 * 2048 * 2 / 1e11 * 1e6) / 1e3)
+    assert step.total == step.device == pytest.approx(step.floor + step.layers + step.rows + step.collectives)
+    assert decode_step(PLAIN, model, replace(case, batch=2)).layers == pytest.approx((10 * 10 + 30 * 20) / 1e3)
+    slow = replace(PLAIN, links=replace(PLAIN.links, launch=1e6))
+    assert decode_step(slow, model, replace(case, graph=False)).total == pytest.approx(40 * 1e6 / 1e3)
+
+
+def test_prompts(models: dict[str, ModelCosts]) -> None:
+    model = models["qwen3-30b-a3b"]
+    # About 3.3 billion weights act on a token, 0.3 billion of them in the head, which prompt rows but the last do not meet.
+    assert prefill_flops(model, "replicated", 1) / 2 == pytest.approx(2.7e9, rel=0.05)
+    assert prefill_flops(model, "tensor", 4) * 4 == pytest.approx(prefill_flops(model, "replicated", 1), rel=0.05)
+    alone = prefill_seconds(PLAIN, model, Case(batch=1), rows=9000, step_rows=8192)
+    assert alone == pytest.approx(2 * 0.01 + 9000 * prefill_flops(model, "replicated", 1) / 1e14)
+    two = prefill_seconds(PLAIN, model, Case(batch=1, per_host=2), rows=100, step_rows=8192)
+    assert two == pytest.approx(0.01 + 100 * prefill_flops(model, "replicated", 2) / 1e14 + 48 * 100 * 4096 / 1e11)
+
+
+def test_constants_are_found_in_the_steps_that_they_made(models: dict[str, ModelCosts]) -> None:
+    cases = [
+        (models[name], Case(batch=batch, per_host=world))
+        for name in ("qwen3-30b-a3b", "qwen3-next-80b-a3b")
+        for world in (1, 2)
+        for batch in (1, 8, 32)
+    ]
+    steps = [
+        Measured(model=model, case=case, milliseconds=decode_step(PLAIN, model, case).total, bandwidth=PLAIN.bandwidth)
+        for model, case in cases
+    ]
+    other = replace(PLAIN, fitted=Fitted(attention=0, delta=0, grouping=0, row=0, reduction=0))
+    found = fit(other, steps)
+    assert [getattr(found, name) for name in Fitted.__slots__] == pytest.approx([10.0, 20.0, 3.0, 0.5, 8.0])
+    with pytest.raises(ValueError, match="do not determine"):
+        fit(other, [step for step in steps if step.case.world == 1])
+
+
+def test_a_machine_is_read_as_it_was_kept(tmp_path: Path) -> None:
+    save_machine(PLAIN, tmp_path / "x.json")
+    assert load_machine("x", tmp_path) == PLAIN
+
+
+def test_against_recorded_results(models: dict[str, ModelCosts]) -> None:
+    results = read_results(sorted((DOCS / "benchmarks" / "data").glob("*.json")))
+    records = read_records(results, models)
+    machine = load_machine(MACHINE)
+    for record in records:
+        recorded = next(row for row in results[record.source]["rows"] if row["batch"] == record.step.case.batch)
+        assert rank_bytes(record.step.model, record.step.case).total == pytest.approx(recorded["gigabytes"] * 1e9, rel=0.015)
+    again = refit(machine, records)
+    for name in Fitted.__slots__:
+        assert getattr(machine.fitted, name) == pytest.approx(getattr(again, name), abs=0.006), "run: bench cost --fit"
+    rows = check(machine, records)
+    assert len([row for row in rows if row["steady"]]) >= 10
+    assert worst(rows, "off") < WITHIN
+    assert worst(rows, "others_off") < WITHIN
+    page = (DOCS / "scaling.md").read_text(encoding="utf-8")
+    assert filled(page, tables(machine, models, results)) == page, "run: bench cost --page docs/scaling.md"
+
+
+def test_a_page_must_have_the_tables_that_are_made() -> None:
+    page = "a\n<!-- table one -->\nold\n<!-- end -->\nb\n"
+    assert filled(page, {"one": "new\n"}) == "a\n<!-- table one -->\nnew\n<!-- end -->\nb\n"
+    for made in ({}, {"one": "", "two": ""}):
+        with pytest.raises(ValueError, match="tables"):
+            filled(page, made)
