@@ -11,15 +11,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from protocol.commands import MOST_LOOPS
+
 DEMO = "demo"
 """Value of `model` that names the built-in demo checkpoint."""
 
 SECRETS = frozenset({"api_key", "token"})
+ATTENTION_LAYOUTS = ("replicated", "tensor")
+"""Layouts of attention that are served; "auto" is one of them."""
 PER_PROCESS = SECRETS | {"model", "tokenizer", "threads", "host", "port", "log_level"}
 """Fields that may differ between the processes of one server: folders lie elsewhere on another host, secrets stay in one place."""
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 HostEntry = Annotated[str, Field(pattern=r"^[A-Za-z0-9.*\[\]:-]+$")]
 
 
@@ -60,7 +65,10 @@ class RuntimeConfig(BaseModel):
     forward_mode: Literal["reference", "eager", "graph"] | None = Field(
         None, description="how a forward runs; None: graph on GPU, eager on CPU"
     )
-    attention_layout: str = Field("replicated", description="where attention is computed: 'replicated' on every rank")
+    attention_layout: str = Field(
+        "replicated",
+        description="where attention is computed: 'replicated' on every rank, 'tensor' by heads, 'auto' as should be faster",
+    )
     protocol: int = Field(2, ge=1, le=2, description="version of the command protocol; 1 is the one-sequence dialect")
     enable_prefix_caching: bool = Field(False, description="reuse the blocks of common prompt beginnings")
     threads: Count | None = Field(None, description="compute threads of each rank on the CPU; None: cores / ranks on the host")
@@ -74,6 +82,15 @@ class RuntimeConfig(BaseModel):
     chat_template: str | None = Field(None, min_length=1, description="file with a chat template that replaces the model's")
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="sampling defaults: auto takes the model's generation_config.json, none OpenAI's"
+    )
+    max_loops: int = Field(
+        1,
+        ge=1,
+        le=MOST_LOOPS,
+        description="most loops that a token runs if its request says nothing; looped models alone take more than 1",
+    )
+    exit_thresholds: tuple[Probability, ...] = Field(
+        (), description="exit scores at which a token stops before max_loops, one for each loop but the last; none: every loop runs"
     )
     tool_call_parser: str | None = Field(None, min_length=1, description="format of tool calls in the model's text; None: by model")
     reasoning_parser: str | None = Field(None, min_length=1, description="format of reasoning in the model's text; None: by model")
@@ -149,14 +166,19 @@ def contradictions(config: RuntimeConfig) -> list[str]:
     """What cannot hold together, each naming both settings and their values."""
     problems = []
     slots, budget = config.max_num_seqs, config.max_num_batched_tokens
-    if config.attention_layout != "replicated":
-        problems.append(f"attention_layout {config.attention_layout!r} is not served; 'replicated' is")
+    layouts = (*ATTENTION_LAYOUTS, "auto")
+    if config.attention_layout not in layouts:
+        why = "does not exist yet" if config.attention_layout == "data" else "is not served"
+        problems.append(f"attention_layout {config.attention_layout!r} {why}; {', '.join(map(repr, layouts))} are")
     if config.protocol == 1 and slots not in (None, 1):
         problems.append(f"protocol 1 runs one sequence at a time, but max_num_seqs is {slots}")
     if config.forward_mode == "graph" and config.device == "cpu":
         problems.append("forward_mode graph needs CUDA graphs, but device is cpu")
     if slots is not None and budget is not None and budget < slots:
         problems.append(f"max_num_batched_tokens {budget} is less than max_num_seqs {slots}: a decode step could not hold them all")
+    thresholds, loops = len(config.exit_thresholds), config.max_loops
+    if thresholds not in (0, loops - 1):
+        problems.append(f"exit_thresholds has {thresholds} values, but max_loops {loops} takes {loops - 1}, or none")
     if config.num_blocks is not None and config.max_model_len is not None:
         room = config.num_blocks * config.block_size
         if room < config.max_model_len:

@@ -13,12 +13,13 @@ import os
 import secrets
 import socket
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -32,6 +33,7 @@ from ep_runtime.engine.rank import load_rank
 from ep_runtime.engine.sampler import Sampler
 from ep_runtime.engine.setup import image_encoder, scheduler_limits, warm_buckets
 from ep_runtime.frontend.choice import Choice, ChoiceParts
+from ep_runtime.frontend.loops import LoopsRefused, choose_loops
 from ep_runtime.frontend.sampling import derive_seed
 from ep_runtime.frontend.text.detokenizer import IncrementalDetokenizer
 from ep_runtime.frontend.text.stops import StopMatcher
@@ -41,6 +43,7 @@ from ep_runtime.supervise.place import Place, read_facts, read_place
 from model.parallel import Parallel
 from model.spec import ModelSpec
 from protocol import messages
+from protocol.commands import Loops
 from protocol.listener import Listener
 from protocol.messages import Abort, Results, SequenceUpdate, Submit, TokenLogprobs, VisionInput
 
@@ -49,7 +52,10 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to generate. Names and defaults are vLLM's; `seed` None draws one for each prompt."""
+    """How to generate. Names and defaults are vLLM's; `seed` None draws one for each prompt.
+
+    `max_loops` and `exit_thresholds` are for looped models, as in requests of the server; None takes the `LLM`'s own settings.
+    """
 
     n: int = 1
     max_tokens: int = 16
@@ -70,9 +76,11 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    max_loops: int | None = None
+    exit_thresholds: Sequence[float] | None = None
 
-    def for_sample(self, seed: int, index: int, room: int) -> messages.SamplingParams:
-        """The engine's parameters for sample `index` of a prompt that leaves `room` tokens."""
+    def for_sample(self, seed: int, index: int, room: int, loops: Loops | None) -> messages.SamplingParams:
+        """The engine's parameters for sample `index` of a prompt that leaves `room` tokens; each may run so many `loops`."""
         return messages.SamplingParams(
             seed=derive_seed(seed, index),
             max_tokens=min(self.max_tokens, room),
@@ -89,16 +97,21 @@ class SamplingParams:
             min_tokens=self.min_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            loops=loops,
         )
 
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    """One sample. `finish_reason` is "stop", "length" or "error" (then `error` says why)."""
+    """One sample. `finish_reason` is "stop", "length" or "error" (then `error` says why).
+
+    Where several loops may run, `token_loops` has those of the row that sampled each of `token_ids`, 0 for the prompt's last.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    token_loops: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -117,7 +130,12 @@ class RequestOutput:
 
 
 class LLM:
-    """A loaded model: `LLM(folder).generate(prompts, params)`. Keyword arguments are fields of `RuntimeConfig`."""
+    """A loaded model: `LLM(folder).generate(prompts, params)`. Keyword arguments are fields of `RuntimeConfig`.
+
+    `warm_seconds` is what the warm-up took on all ranks: connecting, compiling, capturing.
+    """
+
+    scheduler_type: ClassVar[type[Scheduler]] = Scheduler
 
     def __init__(self, model: str, **settings: Any) -> None:
         place = read_place(os.environ)
@@ -144,7 +162,7 @@ class LLM:
         limits = scheduler_limits(rank, self._epoch.limits)
         self.max_model_len = limits.max_model_len
         self._most_alive = limits.max_slots + limits.max_queue
-        self._scheduler = Scheduler(limits)
+        self._scheduler = self.scheduler_type(limits)
         self.head = Head(
             broadcaster=broadcaster,
             scheduler=self._scheduler,
@@ -154,7 +172,9 @@ class LLM:
             digest_interval=config.digest_interval,
             encoder=image_encoder(rank, self._epoch.executor),
         )
+        warming = time.perf_counter()
         self.head.warm(warm_buckets(rank), config.warm_timeout)
+        self.warm_seconds = time.perf_counter() - warming
         self._collectors: dict[str, _Collector] = {}
         self._closed = self._broken = False
         self._at_exit = _close_at_exit(self)
@@ -186,7 +206,8 @@ class LLM:
         may have been in a command.
 
         Raises:
-            ValueError: a prompt is empty, too long, or text without a tokenizer; the message names its place.
+            ValueError: a prompt is empty, too long, or text without a tokenizer, or asks for loops that the model has not; the
+                message names its place.
             RuntimeError: the `LLM` is closed, or an earlier call was cut short.
         """
         if self._closed or self._broken:
@@ -200,6 +221,7 @@ class LLM:
         unserved = [number for number, params in enumerate(each) if params.n < 1]
         if unserved:
             raise ValueError(f"prompt {unserved[0]} asks for n = {each[unserved[0]].n} samples")
+        self._check_loops(each)
         shown = _images_of(images, len(batch), single=single)
         outputs = [self._open(number, prompt) for number, prompt in enumerate(batch)]
         groups = [f"prompt-{next(self._ids)}" for _ in outputs]
@@ -244,6 +266,13 @@ class LLM:
             raise ValueError(f"prompt {number} has {len(ids)} tokens; 1 to {self.max_model_len - 1} fit max_model_len")
         return RequestOutput(prompt=prompt if isinstance(prompt, str) else None, prompt_token_ids=ids, outputs=[])
 
+    def _check_loops(self, each: Sequence[SamplingParams]) -> None:
+        for number, params in enumerate(each):
+            try:
+                choose_loops(params, self.config, self.spec.max_loops)
+            except LoopsRefused as error:
+                raise ValueError(f"prompt {number}: {error}") from None
+
     def _submit(
         self,
         output: RequestOutput,
@@ -258,7 +287,8 @@ class LLM:
         request_id = f"sample-{next(self._ids)}"
         ids = output.prompt_token_ids
         self._collectors[request_id] = _Collector(output, completion, params, self.tokenizer)
-        sampling = params.for_sample(seed, sample, self.max_model_len - len(ids))
+        loops = choose_loops(params, self.config, self.spec.max_loops)
+        sampling = params.for_sample(seed, sample, self.max_model_len - len(ids), loops)
         self._port.send(Submit(request_id=request_id, group=group, prompt=ids, sampling=sampling, images=images))
 
     def _take(self, results: Results) -> None:
@@ -298,6 +328,7 @@ class _Collector:
         delta = self._choice.push(update)
         completion.text += delta.content
         completion.token_ids += delta.token_ids
+        completion.token_loops += delta.depths
         completion.logprobs += delta.logprobs
         if delta.finish is None:
             return False

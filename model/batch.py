@@ -48,6 +48,21 @@ class InsertedRows:
     values: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopRows:
+    """How often a looped model runs its core for each span, on the host; one entry a span.
+
+    A `prompt` of more than one loop is the whole prompt, routed by the model. Any other span of more than one loop is one row: it
+    runs `depth` loops, or, where that is 0, `most` of them at most: it stops after loop j when the probability of its exit head is
+    at least `thresholds[j - 1]`. Without thresholds every loop runs.
+    """
+
+    most: tuple[int, ...]
+    thresholds: tuple[tuple[float, ...], ...]
+    depth: tuple[int, ...]
+    prompt: tuple[bool, ...]
+
+
 @dataclass(kw_only=True, slots=True)
 class ForwardBatch:
     """Rows of S sequences, concatenated in span order.
@@ -93,6 +108,8 @@ class ForwardBatch:
     """Record each MoE layer's expert choice and the hidden states entering layer 0, for DIGEST."""
     inserted: InsertedRows | None = None
     """Embeddings of images in this batch, in place of their placeholder tokens'."""
+    loops: LoopRows | None = None
+    """None: the core runs once for every span."""
 
     @classmethod
     def from_spans(
@@ -186,7 +203,11 @@ class ForwardOutput:
     """[moe layers, T, k] int32 expert numbers, when the batch asked for it."""
     inputs: torch.Tensor | None = None
     """[T, hidden] hidden states entering layer 0, when the batch asked for `routing`."""
+    outputs: torch.Tensor | None = None
+    """[T, hidden] the residual behind the last layer whose sum it has taken, when the batch asked for `routing`."""
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    depths: tuple[int, ...] | None = None
+    """For each span, how many loops its row ran, 0 for a prompt; None when the batch's `loops` is None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,10 +104,19 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """Everything of config.json that changes what is computed, and what the runtime must know besides."""
+class FamilyConfig:
+    """What the configuration of every family says, whatever its model computes."""
 
     architecture: str
+    eos_token_ids: tuple[int, ...] = ()
+    vision: VisionConfig | None = None
+    """The tower, in a model that takes images."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig(FamilyConfig):
+    """A decoder: everything of config.json that changes what is computed, and what the runtime must know besides."""
+
     family: str
     dtype: str
     vocab_size: int
@@ -124,9 +133,8 @@ class ModelConfig:
     tied: bool
     """The head's weights are the embedding's."""
     max_positions: int
-    eos_token_ids: tuple[int, ...] = ()
-    vision: VisionConfig | None = None
-    """The tower, in a model that takes images."""
+    split: int = 1
+    """Ranks that heads and units of dense MLPs are divided among (see `model.share`); sizes here are the whole model's."""
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from model.vision.tower import VisionTower
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual layer: a token mixer, then an MLP."""
+    """Pre-norm residual layer: a token mixer, then an MLP. With heads divided among ranks, the outputs of both are partial sums."""
 
     def __init__(self, number: int, layer: LayerConfig, config: ModelConfig, held: tuple[int, ...], build: Build) -> None:
         super().__init__()
@@ -40,15 +40,16 @@ class DecoderLayer(nn.Module):
             self.mixer = Attention(number, layer, config, build)
         self.moe = Moe(config.moe, config.hidden_size, held, build) if layer.sparse and config.moe is not None else None
         self.mlp = None if self.moe is not None else Mlp(config.hidden_size, config.intermediate_size, build)
+        self.divided = config.split > 1
 
     def forward(self, x: torch.Tensor, pending: Pending | None, step: Step) -> Pending:
         """Take the output of the layer before into the residual `x [T, hidden]`, in place; this layer's output is pending."""
         mixed = self.mixer(step.operators.add_norm(x, pending, self.mixer_norm, step), step)
-        normed = step.operators.add_norm(x, Pending(mixed), self.mlp_norm, step)
+        normed = step.operators.add_norm(x, Pending(mixed, partial=self.divided), self.mlp_norm, step)
         if self.moe is not None:
             return self.moe(normed, step)
         assert self.mlp is not None
-        return Pending(self.mlp(normed, step))
+        return Pending(self.mlp(normed, step), partial=self.divided)
 
 
 class VocabHead(nn.Module):
@@ -75,7 +76,7 @@ class VocabHead(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A model of one rank, as `model.base.Model` describes it.
+    """A model of one rank, as `model.base.Model` describes it; `config` has this rank's sizes (`model.share`).
 
     Parameters need no gradient; run it in `torch.inference_mode` to save the bookkeeping of views.
     """
@@ -129,12 +130,13 @@ class Decoder(nn.Module):
                 captures[number] = x.index_select(0, batch.wanted_rows)
             self._add_features(number, x, batch)
         routing = torch.stack(step.routing) if step.routing else None
+        outputs = x if batch.routing else None
         if not len(batch.wanted_rows):
-            return ForwardOutput(logits=None, captures=captures, routing=routing, inputs=inputs)
+            return ForwardOutput(logits=None, captures=captures, routing=routing, inputs=inputs, outputs=outputs)
         rows = self._operators.add_norm(x, pending, self.norm, step).index_select(0, batch.wanted_rows)
         logits = self.head(rows, self.embedding, comm)
         hidden = rows if batch.hidden_rows else None
-        return ForwardOutput(logits=logits, hidden=hidden, captures=captures, routing=routing, inputs=inputs)
+        return ForwardOutput(logits=logits, hidden=hidden, captures=captures, routing=routing, inputs=inputs, outputs=outputs)
 
     def _add_features(self, layer: int, x: torch.Tensor, batch: ForwardBatch) -> None:
         """Add the deepstack features that follow `layer` to the rows of images; what the layer gave may still be pending."""

@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from model.config import ModelConfig
+from model.config import FamilyConfig
 from model.decoder import Decoder
 from model.families import registry
+from model.families.family import RankModule
 from model.folder import ModelFolder, TensorManifest, open_folder, read_manifest
 from model.formats import refuse_quantised
 from model.layers.operators import Operators
@@ -28,7 +29,9 @@ from model.loading.materialise import THREADS, materialise, release, weight_byte
 from model.loading.sources import DummySource, FileSource
 from model.parallel import ExpertPlacement, Parallel
 from model.pieces import WeightMap
+from model.scratch import StepSize
 from model.spec import ModelSpec
+from model.vision.tower import VisionTower
 
 LoadFormat = Literal["auto", "dummy"]
 Progress = bool | Literal["always"]
@@ -47,11 +50,16 @@ class LoadReport:
 class LoadedModel:
     """A model on its device. `close` gives its memory back; the module cannot run afterwards."""
 
-    model: Decoder
+    model: RankModule
     spec: ModelSpec
-    config: ModelConfig
+    config: FamilyConfig
     placement: ExpertPlacement
     report: LoadReport
+
+    @property
+    def tower(self) -> VisionTower | None:
+        """What encodes images, on the head of a model that takes them."""
+        return self.model.tower if isinstance(self.model, Decoder) else None
 
     def close(self) -> None:
         """Drop all weights, newest first. The memory returns once no view of them is left elsewhere."""
@@ -65,11 +73,11 @@ class PreparedModel:
     folder: ModelFolder
     parallel: Parallel
     device: torch.device
-    module: Decoder
+    module: RankModule
     weight_map: WeightMap
     manifest: TensorManifest | None
     spec: ModelSpec
-    config: ModelConfig
+    config: FamilyConfig
     placement: ExpertPlacement
     seed: int
 
@@ -77,6 +85,10 @@ class PreparedModel:
     def weight_bytes(self) -> int:
         """Bytes that this rank's weights will take on the device."""
         return weight_bytes(self.module, self.weight_map)
+
+    def step_bytes(self, size: StepSize) -> int:
+        """An upper bound on this model's temporaries of a step."""
+        return registry.family_of(self.config.architecture).scratch(self.config, size)
 
     def load(self, progress: Progress = True) -> LoadedModel:
         """Fill the module. Raises CheckpointError for a non-finite value. The progress bar is rank 0's, on stderr.
@@ -93,7 +105,7 @@ class PreparedModel:
     def _fill(self, advance: Callable[[int], object]) -> int:
         if self.manifest is None:
             source = DummySource(self.seed, self.device)
-            fill = fill_norms(self.module)
+            fill = fill_norms(self.module, self.weight_map.neutral)
             return materialise(self.module, self.weight_map, source, device=self.device, threads=1, fill=fill, advance=advance)
         with FileSource(self.folder.path, self.manifest) as files:
             return materialise(self.module, self.weight_map, files, device=self.device, threads=THREADS, advance=advance)
@@ -108,16 +120,20 @@ def prepare_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     operators: Operators | None = None,
+    attention_layout: Literal["replicated", "tensor"] = "replicated",
 ) -> PreparedModel:
     """Resolve the configuration, build the module on the meta device and check the files' headers against its weight map.
 
     Raises UnsupportedModel for an architecture or option that is not served, CheckpointError for tensors that are missing,
-    surplus or mis-shaped and for truncated files. `seed` is for dummy weights, which need no more than a config.json.
+    surplus or mis-shaped and for truncated files. `seed` is for dummy weights, which need no more than a config.json. With
+    the layout "tensor" this rank has its part of the heads; UnsupportedModel names sizes that do not divide.
     """
     device = torch.device(device)
     opened = open_folder(folder)
     refuse_quantised(opened.config)
     config = registry.resolve(opened.config, opened.generation, opened.processors)
+    if attention_layout == "tensor":
+        config = registry.family_of(config.architecture).split(config, parallel.world)
     spec = registry.spec_of(config)
     placement = ExpertPlacement.build(spec.num_experts, parallel.world)
     manifest = read_manifest(opened.path) if load_format == "auto" else None
@@ -151,6 +167,10 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     progress: Progress = True,
+    attention_layout: Literal["replicated", "tensor"] = "replicated",
 ) -> LoadedModel:
     """Prepare and load in one call, where no memory plan is wanted in between."""
-    return prepare_model(folder, parallel, dtype=dtype, device=device, load_format=load_format, seed=seed).load(progress)
+    prepared = prepare_model(
+        folder, parallel, dtype=dtype, device=device, load_format=load_format, seed=seed, attention_layout=attention_layout
+    )
+    return prepared.load(progress)

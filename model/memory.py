@@ -6,12 +6,12 @@ All sizes are bytes. `plan_memory` is a pure function; `device_memory` is the on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from model.config import ModelConfig
 from model.errors import MemoryPlanError
-from model.scratch import StepSize, scored_rows, step_bytes
+from model.scratch import StepSize, scored_rows
 from model.spec import ModelSpec
 from model.state.sizes import DTYPE_BYTES, bytes_per_block, bytes_per_slot
 
@@ -42,12 +42,13 @@ class DeviceMemory:
 class Needs:
     """What the plan is made for. `num_blocks` or `max_slots` of None: as many as fit and can be of use.
 
-    `held` are the experts of this rank in a layer, `head` says that it samples, `kernels` that the fused forms run, `graphs` that
-    decode steps are captured. `images` are lines of what images take, where the model has vision; `shared` are lines of what the
-    rank shares with others, such as buffers that its peers read.
+    `step_bytes` bounds the temporaries of a step: `model.scratch` has that of decoders. `held` are the experts of this rank in a
+    layer, `head` says that it samples, `kernels` that the fused forms run, `graphs` that decode steps are captured. `images` are
+    lines of what images take, where the model has vision; `shared` are lines of what the rank shares with others, such as buffers
+    that its peers read.
     """
 
-    config: ModelConfig
+    step_bytes: Callable[[StepSize], int]
     dtype: str
     weight_bytes: int
     block_size: int
@@ -112,8 +113,8 @@ def largest_step(spec: ModelSpec, needs: Needs, max_slots: int, device: str) -> 
 
 
 def scratch_bytes(spec: ModelSpec, needs: Needs, max_slots: int, device: str = "cpu") -> int:
-    """An upper bound on the temporaries of the largest step: see `model.scratch`."""
-    return step_bytes(needs.config, largest_step(spec, needs, max_slots, device))
+    """An upper bound on the temporaries of the largest step."""
+    return needs.step_bytes(largest_step(spec, needs, max_slots, device))
 
 
 def sampler_bytes(vocab_size: int, max_slots: int) -> int:
@@ -129,7 +130,7 @@ def graph_bytes(spec: ModelSpec, needs: Needs, max_slots: int, device: str) -> t
     buckets = [*(1 << power for power in range((max_slots - 1).bit_length())), max_slots]
     step = replace(largest_step(spec, needs, max_slots, device), rows=max_slots, scored=0, head=False)
     logits = 4 * spec.vocab_size * sum(buckets) if needs.head else 0
-    return len(buckets), step_bytes(needs.config, step) + logits + len(buckets) * GRAPH_BYTES
+    return len(buckets), needs.step_bytes(step) + logits + len(buckets) * GRAPH_BYTES
 
 
 def plan_memory(spec: ModelSpec, needs: Needs, memory: DeviceMemory, utilization: float) -> MemoryPlan:

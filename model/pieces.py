@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 Index = tuple[slice | int, ...]
 
@@ -27,8 +28,10 @@ class WeightMap:
 
     `pieces[p]` covers parameter `p` wholly. `ignored` are name prefixes of tensors that this runtime knows and leaves (multi-token
     prediction, vision tower, rotary buffers); `foreign` are full names that other ranks read, so that a surplus can be told apart.
+    `neutral` are parameters that dummy weights fill with one value, beside the norms that are known by their modules.
     """
 
     pieces: dict[str, tuple[Piece, ...]]
     ignored: tuple[str, ...] = ()
     foreign: frozenset[str] = frozenset()
+    neutral: Mapping[str, float] = field(default_factory=dict)

@@ -46,7 +46,8 @@ class CacheSpec:
 class StateSpec:
     """One slot-indexed tensor `[max_slots, *shape]` that a layer keeps per sequence.
 
-    `dtype` is a torch dtype's name, or "model" for the model's own. `snapshot` says whether a snapshot must hold it.
+    `dtype` is a torch dtype's name, or "model" for the model's own. `snapshot` says whether a snapshot must hold it. With `divided`
+    each rank keeps a part of its own, which no other rank's can be compared with.
     """
 
     layer: int
@@ -55,6 +56,7 @@ class StateSpec:
     dtype: str = "model"
     rewind: Rewind = Rewind.SNAPSHOT
     snapshot: bool = True
+    divided: bool = False
 
     @property
     def elements(self) -> int:
@@ -88,7 +90,8 @@ class ModelSpec:
 
     `max_positions` is what the checkpoint's rotary embedding allows. `eos_token_ids` are the generation config's. `cut_points` is
     the granularity at which a prompt may be chunked (1: anywhere); `single_chunk` models take a prompt in one piece;
-    `max_verify_rows` is the most rows of a VERIFY span (1: no speculation).
+    `max_verify_rows` is the most rows of a VERIFY span (1: no speculation). `max_loops` is how often a looped model may run its
+    core for a token (1: not looped); a sequence that asks for more than one takes its prompt in one piece.
     """
 
     architecture: str
@@ -107,6 +110,7 @@ class ModelSpec:
     cut_points: int = 1
     single_chunk: bool = False
     max_verify_rows: int = 1
+    max_loops: int = 1
     inputs: tuple[str, ...] = ("text",)
     vision: VisionSpec | None = None
     extras: dict[str, int] = field(default_factory=dict)

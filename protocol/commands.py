@@ -20,6 +20,12 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Slot = Annotated[int, msgspec.Meta(ge=0, le=2**24 - 1)]
 
+MOST_LOOPS = 16
+"""The most loops that a message can name."""
+
+Depth = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOOPS)]
+Probability = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
 
 class Cmd(IntEnum):
     """Codes on the wire. Never reused, never renumbered."""
@@ -61,6 +67,17 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     per_slot: ClassVar[bool] = True
 
 
+class Loops(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How often a looped model runs its core for a sequence: `most` times, or less for a token that its exit heads stop.
+
+    A decoded token stops after loop j when the probability of its exit head is at least `thresholds[j - 1]`. There are `most - 1`
+    of them, or none: then every loop runs. A prompt's tokens are routed by the model alone.
+    """
+
+    most: Annotated[int, msgspec.Meta(ge=1, le=MOST_LOOPS)]
+    thresholds: list[Probability] = []
+
+
 class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The rows of one sequence in a forward, in sequence order.
 
@@ -68,6 +85,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     sampled token, already on the device, and the frame carries `length - 1` tokens for this span; otherwise `length`.
     `sampled` says that the head samples a token from this span's last row, and that every rank keeps it as the slot's last token.
     `new_blocks` are appended to the slot's block table before the rows are written.
+
+    `depth` is that of a replayed row of a slot with more than one loop: how many it ran the first time. 0: the exit heads decide.
     """
 
     slot: Slot
@@ -77,6 +96,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     sampled: bool
     wanted: Wanted | list[Count]
     new_blocks: list[Count]
+    depth: Depth = 0
 
 
 class Forward(Body, frozen=True):
@@ -109,7 +129,8 @@ class Alloc(Body, frozen=True):
 
     A prefix hit gives the slot its first `prefix_length` positions at once: `prefix_blocks` hold them already and are shared,
     never written. `prefix_length` is a multiple of the block size. Positions below `prompt_length` are the prompt's: an image's
-    placeholder token there must have a row of VISION, while one that was generated is a token like any other.
+    placeholder token there must have a row of VISION, while one that was generated is a token like any other. `loops` of more than
+    one bind the slot's forwards: the prompt in one piece, without a prefix, then single rows. None is one loop.
     """
 
     cmd: ClassVar[Cmd] = Cmd.ALLOC
@@ -120,6 +141,7 @@ class Alloc(Body, frozen=True):
     owner_rank: Count = 0
     prefix_length: Count = 0
     prefix_blocks: list[Count] = []
+    loops: Loops | None = None
 
 
 class VisionGrid(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -10,7 +10,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-MESSAGES_VERSION = 3
+from protocol.commands import Depth, Loops
+
+MESSAGES_VERSION = 4
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -28,7 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     temperature 0 is greedy. top_k 0 is off. Penalties follow OpenAI (presence, frequency over generated tokens) and CTRL
     (repetition, over prompt and generated tokens). logprobs is the number of alternatives to report, None for no logprobs;
-    prompt_logprobs likewise for prompt positions.
+    prompt_logprobs likewise for prompt positions. loops is for looped models; None is one loop.
     """
 
     seed: int
@@ -47,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: bool = False
+    loops: Loops | None = None
 
 
 class VisionInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,6 +80,9 @@ class Submit(Message, frozen=True):
     positions count from the prompt's first token, so counter-based sampling continues where it was. `mask` is the grammar's
     first token bitmask (little-endian uint32 words, one bit a token) when `sampling.grammar`. `suspicions` counts the epochs that
     ended without an outside cause while this sequence was in them; from two on it runs alone. `images` are in prompt order.
+
+    `depths` has one entry for each of `generated` when `sampling.loops` are more than one: how many loops the row ran that sampled
+    it, 0 for the prompt's last. Otherwise it is empty.
     """
 
     request_id: str
@@ -89,6 +95,7 @@ class Submit(Message, frozen=True):
     mask: bytes = b""
     suspicions: Count = 0
     images: list[VisionInput] = []
+    depths: list[Depth] = []
 
 
 class Abort(Message, frozen=True):
@@ -131,7 +138,8 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
 
     `stop_token` is the stop id that ended it, if one did (it is the last of `tokens`). `prompt_logprobs` comes with the chunk that
     computed it: entry i is for prompt position `prompt_start + i` (position 0 has none). `error` explains finish "error".
-    `cached` is the number of prompt tokens found in the prefix tree, reported with the first update.
+    `cached` is the number of prompt tokens found in the prefix tree, reported with the first update. `depths` has one entry for
+    each of `tokens`, as in Submit, when the sequence may run more than one loop.
     """
 
     request_id: str
@@ -145,6 +153,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
     prompt_start: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
     cached: int = 0
+    depths: list[int] = []
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -173,7 +182,10 @@ class Results(Message, frozen=True):
 
 
 class EpochReady(Message, frozen=True):
-    """The engine of this epoch accepts requests. `model` says what the frontend must know of it (limits, vocabulary, inputs)."""
+    """The engine of this epoch accepts requests, and what the frontend must know of its model: limits, vocabulary, inputs.
+
+    `max_loops` is how often a looped model may run its core; 1: it is not looped.
+    """
 
     epoch: Count
     max_model_len: Count
@@ -184,6 +196,7 @@ class EpochReady(Message, frozen=True):
     world: Count
     forward_mode: str
     inputs: list[str]
+    max_loops: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class EpochEnded(Message, frozen=True):

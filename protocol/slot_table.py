@@ -13,11 +13,11 @@ from enum import IntEnum
 from hashlib import blake2b
 from itertools import pairwise
 
-from protocol.commands import Body, Forward, Span, Vision, VisionGrid
+from protocol.commands import Body, Forward, Loops, Span, Vision, VisionGrid
 from protocol.errors import EpDiverged
 
 NO_WRITER = -1
-_PACKED = struct.Struct("<IBQIII?QQII")
+_PACKED = struct.Struct("<IBQIII?QQIIBB")
 _GRID = struct.Struct("<QQQ")
 
 
@@ -39,6 +39,8 @@ class SequenceState:
 
     `grids` are those of the images in its prompt, once VISION has named them: the rows of all but the first `skipped` are held on
     the device, `rows` in number, until the length has passed the last grid; then `rows` is 0.
+
+    `loops` are more than one; None is one loop.
     """
 
     slot: int
@@ -54,6 +56,7 @@ class SequenceState:
     grids: tuple[VisionGrid, ...] = ()
     skipped: int = 0
     rows: int = 0
+    loops: Loops | None = None
 
     def before_image_end(self, position: int) -> bool:
         """Whether a row at `position`, or one behind it, is an image's."""
@@ -65,7 +68,7 @@ class SlotLimits:
     """What bounds a command. `max_length` is in rows of one sequence, `max_rows` in rows of one forward.
 
     `max_vision_rows` bounds the rows of images that all slots together hold; 0: the model takes none. `recurrent`: some layer's
-    state cannot be cut at a position, so COPY takes all of its source, and prefixes cannot be shared.
+    state cannot be cut at a position, so COPY takes all of its source, and prefixes cannot be shared. `max_loops` is the model's.
     """
 
     max_slots: int
@@ -77,6 +80,7 @@ class SlotLimits:
     max_adapter: int = 0
     max_vision_rows: int = 0
     recurrent: bool = False
+    max_loops: int = 1
 
     def blocks_for(self, rows: int) -> int:
         """Blocks that hold `rows` rows."""
@@ -87,7 +91,7 @@ class SlotTable(list[SequenceState | None]):
     """`max_slots` entries, None for EMPTY. Entries and their blocks change through `apply`, `poison` and `clear_all` alone.
 
     `users[b]` counts the slots that name block b; `writer[b]` is the slot that b was given to as a new block, or `NO_WRITER`.
-    `vision_rows` counts the rows of images that all slots hold.
+    `vision_rows` counts the rows of images that all slots hold, `looped` the slots of more than one loop.
     """
 
     def __init__(self, limits: SlotLimits) -> None:
@@ -95,6 +99,7 @@ class SlotTable(list[SequenceState | None]):
         self.users = [0] * limits.num_blocks
         self.writer = [NO_WRITER] * limits.num_blocks
         self.vision_rows = 0
+        self.looped = 0
 
     def clear_all(self) -> None:
         """Every slot to EMPTY: the start of an epoch."""
@@ -122,6 +127,7 @@ def apply(change: Change, slots: SlotTable) -> None:
     if change.filled is not None:
         state = change.filled
         slots[state.slot] = state
+        slots.looped += state.loops is not None
         _take(state.blocks, state.shared_blocks, state.slot, slots)
     if change.shown is not None:
         slot, images = change.shown
@@ -185,13 +191,15 @@ def table_lines(slots: Sequence[SequenceState | None]) -> list[str]:
     """The table for a person: a line for each slot that is not EMPTY."""
     return [
         f"slot {slot}: {state.status.name}, length {state.length} of {state.token_budget}, "
-        f"blocks {','.join(map(str, state.blocks)) or 'none'} ({state.shared_blocks} shared){_images_line(state)}"
+        f"blocks {','.join(map(str, state.blocks)) or 'none'} ({state.shared_blocks} shared)"
+        f"{_images_line(state)}{_loops_line(state)}"
         for slot, state in enumerate(slots)
         if state is not None
     ]
 
 
 def _facts(slot: int, state: SequenceState) -> list[bytes]:
+    thresholds = () if state.loops is None else state.loops.thresholds
     fixed = _PACKED.pack(
         slot,
         state.status,
@@ -204,8 +212,15 @@ def _facts(slot: int, state: SequenceState) -> list[bytes]:
         state.rows,
         state.skipped,
         len(state.grids),
+        0 if state.loops is None else state.loops.most,
+        len(thresholds),
     )
-    return [fixed, *(_GRID.pack(grid.start, grid.height, grid.width) for grid in state.grids)]
+    grids = [_GRID.pack(grid.start, grid.height, grid.width) for grid in state.grids]
+    return [fixed, *grids, struct.pack(f"<{len(thresholds)}d", *thresholds)]
+
+
+def _loops_line(state: SequenceState) -> str:
+    return f", up to {state.loops.most} loops" if state.loops is not None else ""
 
 
 def _images_line(state: SequenceState) -> str:
@@ -233,6 +248,9 @@ def check_integrity(slots: SlotTable, limits: SlotLimits) -> None:
     held = sum(state.rows for state in slots if state is not None)
     if held != slots.vision_rows or held > limits.max_vision_rows:
         faults.append(f"slots hold {held} rows of images, the table says {slots.vision_rows}, the limit {limits.max_vision_rows}")
+    looped = sum(state.loops is not None for state in slots if state is not None)
+    if looped != slots.looped:
+        faults.append(f"{looped} slots have more than one loop, the table says {slots.looped}")
     if len(slots) != limits.max_slots:
         faults.append(f"table has {len(slots)} slots, not {limits.max_slots}")
     for block in range(limits.num_blocks):
@@ -261,6 +279,7 @@ def _faults(slot: int, state: SequenceState, limits: SlotLimits) -> list[str]:
             (state.shared_blocks * limits.block_size > state.length, f"{state.shared_blocks} shared blocks, length {state.length}"),
             (len(set(state.blocks)) != blocks, f"a block twice in {state.blocks}"),
             (state.rows != _rows_due(state), f"{state.rows} rows of images held, {_rows_due(state)} are due"),
+            (state.loops is not None and not 1 < state.loops.most <= limits.max_loops, f"{state.loops}, of {limits.max_loops}"),
             (any(left.stop > right.start for left, right in pairwise(state.grids)), f"grids {state.grids} are not in order"),
         )
         if wrong
@@ -293,6 +312,7 @@ def _free(slot: int, slots: SlotTable) -> None:
     if state is None:
         return
     _let_rows_go(state, slots)
+    slots.looped -= state.loops is not None
     slots[slot] = None
     for block in state.blocks:
         slots.users[block] -= 1

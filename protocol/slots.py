@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from protocol.commands import Alloc, Body, Copy, Forward, Free, Vision, Warm
 from protocol.errors import EpCommandFailed, EpDiverged
+from protocol.loops import loops_fault, several, span_fault
 from protocol.slot_table import (
     Change,
     SequenceState,
@@ -88,6 +89,9 @@ def _prepare_forward(command: Forward, slots: SlotTable, limits: SlotLimits) -> 
             raise EpDiverged(f"{name}: slot {slot} starts at {span.start}, its length is {state.length}")
         end = span.start + length
         rows += length
+        if state.loops is not None or span.depth:
+            fault = span_fault(span, state.loops, state.prompt_length)
+            _require(fault is None, f"{name}: slot {slot}: {fault}")
         if end > state.token_budget:
             raise EpCommandFailed(f"{name}: slot {slot} would have {end} rows, its budget is {state.token_budget}")
         if span.fed and not state.can_feed:
@@ -123,6 +127,7 @@ def _prepare_alloc(command: Alloc, slot: int, slots: SlotTable, limits: SlotLimi
     )
     _require(not (prefix and limits.recurrent), "ALLOC: a prefix of blocks cannot stand for recurrent state")
     _check_shared("ALLOC", slot, blocks, slots, limits)
+    _check_loops(command, slot, limits)
     state = SequenceState(
         slot=slot,
         status=SlotStatus.ACTIVE,
@@ -133,8 +138,22 @@ def _prepare_alloc(command: Alloc, slot: int, slots: SlotTable, limits: SlotLimi
         adapter=command.adapter,
         owner_rank=command.owner_rank,
         prompt_length=command.prompt_length,
+        loops=several(command.loops),
     )
     return Change(filled=state)
+
+
+def _check_loops(command: Alloc, slot: int, limits: SlotLimits) -> None:
+    """What more than one loop asks of a slot: a prompt to compute in one piece, so none of it from a prefix."""
+    if command.loops is None:
+        return
+    fault = loops_fault(command.loops, limits.max_loops)
+    _require(fault is None, f"ALLOC: slot {slot}: {fault}")
+    if several(command.loops) is None:
+        return
+    prefix, most = command.prefix_length, command.loops.most
+    _require(command.prompt_length > 0, f"ALLOC: slot {slot} has {most} loops, and no prompt")
+    _require(prefix == 0, f"ALLOC: slot {slot} has {most} loops, and a prefix of {prefix} rows")
 
 
 def _prepare_copy(command: Copy, slot: int, slots: SlotTable, limits: SlotLimits) -> Change:
@@ -175,6 +194,7 @@ def _prepare_copy(command: Copy, slot: int, slots: SlotTable, limits: SlotLimits
         owner_rank=source.owner_rank,
         prompt_length=source.prompt_length,
         grids=source.grids,
+        loops=source.loops,
     )
     return Change(filled=state)
 

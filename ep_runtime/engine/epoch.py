@@ -85,6 +85,7 @@ class RankEpoch:
             world=place.world,
             max_vision_rows=rank.max_image_tokens,
             recurrent=not rank.spec.rewindable,
+            max_loops=rank.spec.max_loops,
         )
         self.slots = SlotTable(self.limits)
         self.state = StateRegistry(
@@ -224,7 +225,7 @@ def own_fingerprint(rank: RankModel, place: EpochPlace, num_blocks: int) -> Fing
         config_hash=rank.config.digest(),
         model_config_hash=rank.folder.config,
         manifest_hash=rank.folder.manifest,
-        layout=rank.config.attention_layout,
+        layout=rank.layout,
         world=place.world,
         slots=rank.plan.max_slots,
         blocks=num_blocks,

@@ -7,7 +7,7 @@ and runs it. Everything here follows from the frame and from that table, so equa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,9 +20,9 @@ from ep_runtime.engine.staging import upload
 from ep_runtime.engine.vision.forward import batch_positions, inserted_rows, placeholder_fault
 from ep_runtime.engine.vision.rows import VisionRows
 from model.base import Communicator
-from model.batch import ForwardBatch, ForwardOutput
+from model.batch import ForwardBatch, ForwardOutput, LoopRows
 from model.state.checksum import checksum, combine, mix
-from protocol.commands import Alloc, Body, Copy, Digest, Forward, Free, Vision, Wanted, Warm
+from protocol.commands import Alloc, Body, Copy, Digest, Forward, Free, Span, Vision, Wanted, Warm
 from protocol.errors import EpCommandFailed
 from protocol.preamble import RECORD_ROUTING
 from protocol.sections import pack_sections
@@ -81,6 +81,7 @@ class Executor:
         self._last_tokens = torch.zeros(limits.max_slots, dtype=torch.int64, device=device)
         self._routing_digest = 0
         self._inputs_digest = 0
+        self._outputs_digest = 0
         spec = model.spec()
         self._vocab_size = spec.vocab_size
         self._vision = spec.vision
@@ -185,7 +186,12 @@ class Executor:
         # A failed forward leaves its slots' state as each rank had got to: unknown, and not to be compared.
         live = [s.slot for s in slots if s is not None and s.status is SlotStatus.ACTIVE]
         sections = table_sections(slots) | self._state.sections(live)
-        sections |= {"routing": self._routing_digest, "inputs": self._inputs_digest, "rows": self.rows.digest(slots)}
+        sections |= {
+            "routing": self._routing_digest,
+            "inputs": self._inputs_digest,
+            "outputs": self._outputs_digest,
+            "rows": self.rows.digest(slots),
+        }
         if all(state is None for state in slots):
             check_integrity(slots, self.limits)
             self._state.check_integrity()
@@ -218,6 +224,8 @@ class Executor:
             self._routing_digest = _tensor_digest(output.routing)
         if output.inputs is not None:
             self._inputs_digest = combine([checksum(output.inputs)])
+        if output.outputs is not None:
+            self._outputs_digest = combine([checksum(output.outputs)])
 
     def _show(self, slot: int, command: Vision) -> None:
         """The head's rows go to every rank; the slot keeps them."""
@@ -236,6 +244,8 @@ class Executor:
             return None
         if images and any(_active(slots, span.slot).before_image_end(span.start) for span in spans):
             return None  # a row of a prompt, whose input or position is an image's
+        if slots.looped and any(_active(slots, span.slot).loops is not None for span in spans):
+            return None  # how many loops a row runs may not be known before it runs
         given = iter(tokens.tolist())
         size = self.limits.block_size
         shifts = self.rows.shifts
@@ -262,7 +272,7 @@ class Executor:
         states = [_active(slots, s.slot) for s in spans]
         shifts = [self.rows.shifts[s.slot] for s in spans]
         shifted = images or any(shifts)
-        return ForwardBatch.from_spans(
+        batch = ForwardBatch.from_spans(
             query_lens=lengths.tolist(),
             seq_lens=[s.start + s.length for s in spans],
             slots=[s.slot for s in spans],
@@ -275,6 +285,9 @@ class Executor:
             positions=batch_positions(spans, states, shifts, first_rows, lengths) if shifted else None,
             inserted=inserted_rows(spans, states, self.rows.held, first_rows) if images else None,
         )
+        if slots.looped:
+            batch.loops = loop_rows(spans, states)
+        return batch
 
     def _copy(self, target: int, command: Copy) -> None:
         self._state.copy_slot(command.source, target)
@@ -321,6 +334,19 @@ def place_tokens(command: Forward, tokens: np.ndarray, first_rows: np.ndarray) -
         out[row + span.fed : row + span.length] = tokens[given : given + count]
         given += count
     return out, fed_rows, fed_slots
+
+
+def loop_rows(spans: Sequence[Span], states: Sequence[SequenceState]) -> LoopRows | None:
+    """How often the core runs for each span; None when it runs once for all of them."""
+    loops = [state.loops for state in states]
+    if all(one is None for one in loops):
+        return None
+    return LoopRows(
+        most=tuple(1 if one is None else one.most for one in loops),
+        thresholds=tuple(() if one is None else tuple(one.thresholds) for one in loops),
+        depth=tuple(span.depth for span in spans),
+        prompt=tuple(span.start < state.prompt_length for span, state in zip(spans, states, strict=True)),
+    )
 
 
 def wanted_rows(command: Forward, first_rows: np.ndarray) -> list[int]:

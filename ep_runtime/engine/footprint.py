@@ -27,7 +27,7 @@ def memory_needs(config: RuntimeConfig, prepared: PreparedModel, dtype: torch.dt
     kernels = kind == "cuda" and config.forward_mode != "reference"
     static = kernels and prepared.module.static_decode(config.block_size)
     return Needs(
-        config=prepared.config,
+        step_bytes=prepared.step_bytes,
         dtype=str(dtype).removeprefix("torch."),
         weight_bytes=prepared.weight_bytes,
         block_size=config.block_size,

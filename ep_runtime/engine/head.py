@@ -307,6 +307,7 @@ class Head:
                 adapter=alloc.adapter,
                 prefix_length=alloc.prefix_length,
                 prefix_blocks=list(alloc.prefix_blocks),
+                loops=alloc.loops,
             )
             try:
                 self._broadcaster.run(command, alloc.slot)

@@ -237,6 +237,7 @@ class Engine:
             world=place.world,
             forward_mode=rank.config.forward_mode or "eager",
             inputs=list(rank.spec.inputs),
+            max_loops=rank.spec.max_loops,
         )
         return Head(
             broadcaster=broadcaster,

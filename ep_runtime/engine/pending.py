@@ -42,7 +42,10 @@ class PromptRows:
 
 
 class PendingStep:
-    """One launched plan and what the device computes for it. Copies to the host start at once; `read` waits for nothing."""
+    """One launched plan and what the device computes for it. Copies to the host start at once; `read` waits for nothing.
+
+    `depths` are the loops that each span's row ran, where the model has said so; the host knows them already.
+    """
 
     def __init__(
         self,
@@ -50,9 +53,11 @@ class PendingStep:
         sampled: Sampled | None = None,
         rows: tuple[RowToSample, ...] = (),
         prompt_rows: tuple[PromptRows, ...] = (),
+        depths: tuple[int, ...] | None = None,
     ) -> None:
         self.plan = plan
         self._rows = rows
+        self._depths = depths
         self._sampled = None if sampled is None else sampled.to_host_async()
         self._prompt_rows = [PromptRows(p.span, p.start, p.count, p.rows.to_host_async()) for p in prompt_rows]
         self._done: torch.cuda.Event | None = None
@@ -81,6 +86,7 @@ class PendingStep:
                     logprobs=None if result is None or result.logprobs is None else [result.logprobs],
                     prompt_start=0 if prompt is None else prompt.start,
                     prompt_logprobs=values,
+                    depth=0 if self._depths is None else self._depths[number],
                 )
             )
         failures = [

@@ -10,19 +10,23 @@ import torch
 
 from ep_runtime.config import RuntimeConfig
 from ep_runtime.engine.footprint import image_cache_bytes, image_tokens, memory_needs
+from ep_runtime.engine.layout import Layout, Machine, choose_layout
 from ep_runtime.engine.resident import Resident
 from ep_runtime.engine.vision.cache import EncodedImages
 from model.errors import UnsupportedModel
+from model.families.registry import resolve
 from model.folder import Fingerprint as FolderFingerprint
-from model.folder import fingerprint, open_folder
+from model.folder import ModelFolder, fingerprint, has_weights, open_folder, read_manifest
 from model.layers.operators import Operators, TorchOperators
 from model.loader import LoadedModel, PreparedModel, prepare_model
-from model.memory import MemoryPlan, device_memory, plan_memory
+from model.memory import DEFAULT_SLOTS, MemoryPlan, device_memory, plan_memory
 from model.parallel import Parallel
 from model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
+STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""Dtypes of safetensors files."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -31,7 +35,7 @@ class RankModel:
     """A loaded rank: everything that outlives an epoch.
 
     `max_image_tokens` are the rows of images that all slots hold at most, 0 for a model without vision. Encoded `images` are the
-    head's, and nobody's in a model without vision.
+    head's, and nobody's in a model without vision. `layout` is the attention's, with "auto" decided.
     """
 
     config: RuntimeConfig
@@ -42,6 +46,7 @@ class RankModel:
     plan: MemoryPlan
     max_model_len: int
     folder: FolderFingerprint
+    layout: str = "replicated"
     max_image_tokens: int = 0
     images: EncodedImages | None = None
     resident: Resident = field(default_factory=Resident)
@@ -63,7 +68,11 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
     elif config.threads is not None:
         torch.set_num_threads(config.threads)
     folder = Path(config.model)
-    dtype = choose_dtype(config.dtype, open_folder(folder).config)
+    opened = open_folder(folder)
+    dtype = choose_dtype(config.dtype, opened.config, stored_dtype(folder) if config.load_format == "auto" else None)
+    layout = attention_layout(config, opened, parallel.world, device, dtype)
+    if parallel.rank == 0:
+        log.info("attention layout %s: %s", layout.name, layout.reason)
     prepared = prepare_model(
         folder,
         parallel,
@@ -72,10 +81,15 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
         load_format=config.load_format,
         seed=config.seed,
         operators=choose_operators(config.forward_mode, device),
+        attention_layout="tensor" if layout.name == "tensor" else "replicated",
     )
     max_model_len = config.max_model_len or prepared.spec.max_positions
     if max_model_len > prepared.spec.max_positions:
         raise UnsupportedModel(f"max_model_len is {max_model_len}; this model has {prepared.spec.max_positions} positions")
+    if config.max_loops > prepared.spec.max_loops:
+        most = prepared.spec.max_loops
+        allowed = f"runs 1 to {most} loops" if most > 1 else "is not looped"
+        raise UnsupportedModel(f"max_loops is {config.max_loops}; this model {allowed}")
     needs = memory_needs(config, prepared, dtype, max_model_len)
     plan = plan_memory(prepared.spec, needs, device_memory(device, local_ranks), config.gpu_memory_utilization)
     log.info("memory plan of rank %d on %s:\n%s", parallel.rank, device, plan.table())
@@ -88,6 +102,7 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
         plan=plan,
         max_model_len=max_model_len,
         folder=fingerprint(folder),
+        layout=layout.name,
         max_image_tokens=image_tokens(config, prepared.spec, max_model_len),
         images=_image_cache(config, prepared, dtype, max_model_len),
     )
@@ -111,10 +126,34 @@ def choose_operators(forward_mode: str | None, device: torch.device) -> Operator
     return FusedOperators(device, Tuning(load_table(torch.cuda.get_device_name(device)), log.warning))
 
 
-def choose_dtype(asked: str, config_json: dict) -> torch.dtype:
-    """The dtype of weights and activations: what was asked, or for "auto" what config.json says, float32 where it says nothing."""
+def attention_layout(config: RuntimeConfig, folder: ModelFolder, world: int, device: torch.device, dtype: torch.dtype) -> Layout:
+    """The layout that every rank of such devices comes to."""
+    machine = Machine(
+        world=world,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        one_host=config.coordinator_host is None,
+        dtype=str(dtype).removeprefix("torch."),
+        max_num_seqs=config.max_num_seqs or DEFAULT_SLOTS,
+        max_model_len=config.max_model_len,
+    )
+    return choose_layout(config.attention_layout, resolve(folder.config, folder.generation, folder.processors), machine)
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """The dtype that all tensors of a folder have, by torch's name; None for a mixture, for others, and without tensors."""
+    if not has_weights(folder):
+        return None
+    found = {info.dtype for info in read_manifest(folder).values()}
+    return STORED.get(found.pop()) if len(found) == 1 else None
+
+
+def choose_dtype(asked: str, config_json: dict, stored: str | None = None) -> torch.dtype:
+    """The dtype of weights and activations: what was asked, or for "auto" the checkpoint's.
+
+    That is what config.json says, the dtype in which tensors are `stored` where it says nothing, else float32.
+    """
     if asked != "auto":
         return DTYPES[asked]
     text = config_json.get("text_config", config_json)
-    named = str(text.get("dtype") or text.get("torch_dtype") or config_json.get("dtype") or "float32")
+    named = str(text.get("dtype") or text.get("torch_dtype") or config_json.get("dtype") or stored or "float32")
     return DTYPES[named.removeprefix("torch.")]

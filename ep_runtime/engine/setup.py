@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from ep_runtime.engine.vision.cost import chunk_cost
 from ep_runtime.engine.vision.encoder import ImageEncoder
 from ep_runtime.scheduler.core import SchedulerLimits
+from model.config import ModelConfig
 from model.scratch import scored_rows
+from model.share import share
 
 if TYPE_CHECKING:
     from ep_runtime.engine.executor import Executor
@@ -31,20 +33,22 @@ def scheduler_limits(rank: RankModel, limits: SlotLimits) -> SchedulerLimits:
         single_chunk=spec.single_chunk,
         max_scored_rows=scored_rows(spec.cut_points, spec.single_chunk, limits.max_rows),
         max_image_tokens=rank.max_image_tokens,
+        max_loops=spec.max_loops,
     )
 
 
 def image_encoder(rank: RankModel, executor: Executor) -> ImageEncoder | None:
     """The head's encoder for one epoch, None for a model without vision. A slice costs what the longest prompt piece does."""
-    tower, vision = rank.loaded.model.tower, rank.spec.vision
+    tower, vision, config = rank.loaded.tower, rank.spec.vision, rank.loaded.config
     if tower is None or vision is None or rank.images is None:
         return None
+    assert isinstance(config, ModelConfig), "towers belong to decoders"
     return ImageEncoder(
         tower,
         vision,
         rank.images,
         rank.device,
-        slice_cost=chunk_cost(rank.loaded.config, rank.config.max_num_batched_tokens or 1),
+        slice_cost=chunk_cost(share(config), rank.config.max_num_batched_tokens or 1),
         pass_rows=rank.max_image_tokens,
         offer=executor.offer_rows,
     )

@@ -45,7 +45,7 @@ class StepSampling:
             picked = logits.index_select(0, chosen)
         masks = [self._requests.take_mask(r.request_id, r.index) for r in rows]
         sampled = self._sampler.sample(picked, [r.slot for r in rows], [r.index for r in rows], masks)
-        self._pending = PendingStep(self._plan, sampled, tuple(rows), prompt_rows)
+        self._pending = PendingStep(self._plan, sampled, tuple(rows), prompt_rows, output.depths)
         return sampled.tokens
 
     def pending(self) -> PendingStep:

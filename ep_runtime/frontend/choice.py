@@ -13,7 +13,7 @@ from protocol.messages import SequenceUpdate, TokenLogprobs
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceDelta:
-    """What one update adds to a choice. `logprobs` pairs with `token_ids`. `finish` is set in the last one alone.
+    """What one update adds to a choice. `logprobs` and `depths` pair with `token_ids`. `finish` is set in the last one alone.
 
     `prompt_bytes` is the memory of the prompt's logprobs that came with it.
     """
@@ -23,6 +23,7 @@ class ChoiceDelta:
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: str | None = None
     stop_reason: str | int | None = None
@@ -31,7 +32,7 @@ class ChoiceDelta:
     def cost(self) -> int:
         """Bytes that this holds until it is written, roughly."""
         text = len(self.content) + len(self.reasoning) + sum(len(call.arguments) for call in self.tool_calls)
-        return 64 + 4 * text + 8 * len(self.token_ids) + logprobs_cost(self.logprobs) + self.prompt_bytes
+        return 64 + 4 * text + 8 * len(self.token_ids) + 8 * len(self.depths) + logprobs_cost(self.logprobs) + self.prompt_bytes
 
 
 def logprobs_cost(entries: list[TokenLogprobs]) -> int:
@@ -54,11 +55,16 @@ class ChoiceParts:
 
 
 class Choice:
-    """Turns SequenceUpdates into ChoiceDeltas and remembers what the final usage and `prompt_logprobs` need."""
+    """Turns SequenceUpdates into ChoiceDeltas and remembers what the final usage and `prompt_logprobs` need.
+
+    `loops` are those of all tokens that a generated token's row has sampled, `decoded` in number, where they may be several.
+    """
 
     def __init__(self, index: int, parts: ChoiceParts) -> None:
         self.index = index
         self.generated = 0
+        self.decoded = 0
+        self.loops = 0
         self.cached: int | None = None
         self.finish: str | None = None
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
@@ -97,6 +103,8 @@ class Choice:
             delta.token_ids.append(token)
             if update.logprobs is not None:
                 delta.logprobs.append(update.logprobs[position])
+            if update.depths:
+                self._count_loops(update.depths[position], delta)
             self.generated += 1
             if position < shown:
                 piece, matched = self._through_stops(parts.detokenizer.push([token]))
@@ -109,6 +117,12 @@ class Choice:
             if matched is None:
                 pieces.append(parts.stops.finish())
         return "".join(pieces), matched
+
+    def _count_loops(self, depth: int, delta: ChoiceDelta) -> None:
+        delta.depths.append(depth)
+        if depth:
+            self.decoded += 1
+            self.loops += depth
 
     def _through_stops(self, text: str) -> tuple[str, str | None]:
         if self.generated < self._parts.min_tokens:

@@ -26,6 +26,8 @@ class FrontendConfig(BaseModel):
     generation_config: Literal["auto", "none"] = Field(
         default="auto", description="Sampling defaults from the model's generation_config.json, or none of them"
     )
+    max_loops: int = Field(default=1, ge=1, description="Of requests that name none; more than 1 for looped models alone")
+    exit_thresholds: tuple[float, ...] = Field(default=(), description="Of requests that name none; max_loops - 1, or none")
     reasoning_parser: str | None = Field(default="auto", description="Name, `auto`, or null for none")
     tool_call_parser: str | None = Field(default="auto", description="Name, `auto`, or null for none")
 

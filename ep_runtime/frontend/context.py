@@ -16,6 +16,7 @@ from ep_runtime.frontend.config import FrontendConfig
 from ep_runtime.frontend.engine_client import EngineClient
 from ep_runtime.frontend.generation import Generation
 from ep_runtime.frontend.journal import Journal
+from ep_runtime.frontend.loops import LoopFields, LoopsRefused, choose_loops
 from ep_runtime.frontend.metrics import Metrics
 from ep_runtime.frontend.readiness import Phase, unready_reason
 from ep_runtime.frontend.text_stack import TextStack
@@ -25,6 +26,7 @@ from ep_runtime.frontend.vision.hosts import parse_hosts
 from ep_runtime.frontend.vision.loader import MediaLoader
 from ep_runtime.frontend.vision.memory import ImageMemory
 from ep_runtime.frontend.vision.settings import VisionSettings
+from protocol.commands import Loops
 from protocol.messages import EpochReady
 
 FIRST_WORD_S = 2.0
@@ -79,6 +81,13 @@ class Frontend:
         if self.media is not None:
             ours |= {"image"} if self.media.settings.video is None else {"image", "video"}
         return [name for name in info.inputs if name in ours]
+
+    def loops(self, asked: LoopFields, info: EpochReady) -> Loops | None:
+        """How many loops a request's tokens may run, None for one. Raises ApiError 400 for what the model cannot do."""
+        try:
+            return choose_loops(asked, self.config, info.max_loops)
+        except LoopsRefused as error:
+            raise ApiError(400, str(error), param=error.param) from None
 
     async def reach_engine(self) -> EpochReady:
         """`open_engine` for a request that has just come: a process that has just started waits for word of an engine first."""

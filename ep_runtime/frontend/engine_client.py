@@ -163,6 +163,7 @@ class EngineClient:
                     self._leaving.discard(update.request_id)
                 continue
             tokens += len(update.tokens)
+            self._metrics.observe_loops(len(update.tokens), update.depths)
             if update.tokens or update.finish is not None:
                 self._replay.settle(update.request_id)
             entry.sink.deliver(update)
@@ -179,6 +180,8 @@ class EngineClient:
         self._leave()
         self._epoch = self._newest = ready.epoch
         self.info = ready
+        if ready.max_loops > 1:
+            self._metrics.serve_loops(ready.max_loops)
         self.health = EngineHealth.running(ready.world, self._clock())
         self._metrics.epoch.set(ready.epoch)
         self._link.connect(ready.epoch)

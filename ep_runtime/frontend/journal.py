@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from protocol.loops import several
 from protocol.messages import SequenceUpdate, Submit
 
 
@@ -27,6 +28,7 @@ class Sink(Protocol):
 class Entry:
     """One unfinished sequence. `tokens` are the generated ones so far; `mask` is the grammar's, for the token at `mask_index`.
 
+    `depths` pairs with `tokens` where more than one loop may run: loops of the rows that sampled them, as in Submit.
     `epochs` are those it was sent in, oldest first; `suspected` are those of them that ended without a cause from outside.
     """
 
@@ -34,6 +36,7 @@ class Entry:
     sink: Sink
     arrival: int
     tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
     mask: bytes = b""
     mask_index: int = 0
     epochs: list[int] = field(default_factory=list)
@@ -61,7 +64,13 @@ class Entry:
 
     def replay(self) -> Submit:
         """The message that starts this sequence, or continues it after its generated tokens."""
-        return msgspec.structs.replace(self.submit, generated=list(self.tokens), mask=self.mask, suspicions=len(self.suspected))
+        return msgspec.structs.replace(
+            self.submit,
+            generated=list(self.tokens),
+            depths=list(self.depths),
+            mask=self.mask,
+            suspicions=len(self.suspected),
+        )
 
 
 def _pixels(submit: Submit) -> int:
@@ -107,6 +116,7 @@ class Journal:
         if entry is None:
             return None
         entry.tokens.extend(update.tokens)
+        entry.depths.extend(update.depths)
         if update.finish is not None:
             del self._entries[update.request_id]
             self.image_bytes -= _pixels(entry.submit)
@@ -146,6 +156,8 @@ class Journal:
         for request_id, entry in self._entries.items():
             assert entry.request_id == request_id, f"{request_id} is filed under another id"
             assert len(entry.tokens) <= entry.submit.sampling.max_tokens, f"{request_id} has more tokens than its limit"
+            depths = 0 if several(entry.submit.sampling.loops) is None else len(entry.tokens)
+            assert len(entry.depths) == depths, f"{request_id} has {len(entry.depths)} depths, {depths} are due"
             assert entry.mask_index <= len(entry.tokens), f"{request_id} has a mask for a token that is not due"
             assert set(entry.suspected) <= set(entry.epochs), f"{request_id} is suspected of an epoch that it was not in"
 

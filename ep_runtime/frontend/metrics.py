@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -51,6 +51,8 @@ class EngineCollector(Collector):
 
 
 DROP_REASONS = ("malformed", "epoch", "ended")
+PROMPT_ROW = "prompt"
+"""Label of tokens that a prompt's row has sampled where several loops may run: a prompt's rows differ in how many."""
 RECOVERY_PHASES = ("leave", "spawn", "import", "load", "rendezvous", "replay", "total")
 """`total` is from the failure to the next epoch's start; `replay` comes after it."""
 
@@ -65,6 +67,7 @@ class Metrics:
         self.sequences = Counter("ep_sequences", "Sequences ended", ["finish"], registry=registry)
         self.prompt_tokens = Counter("ep_prompt_tokens", "Prompt tokens of accepted sequences", registry=registry)
         self.generated_tokens = Counter("ep_generated_tokens", "Tokens received from the engine", registry=registry)
+        self.loop_tokens: Counter | None = None
         self.cached_tokens = Counter("ep_cached_tokens", "Prompt tokens found in the prefix tree", registry=registry)
         self.first_token = Histogram(
             "ep_time_to_first_token_seconds", "Submission to first token", buckets=LATENCY_BUCKETS, registry=registry
@@ -102,6 +105,24 @@ class Metrics:
             self.dropped.labels(reason)
         for phase in RECOVERY_PHASES:
             self.recovery_seconds.labels(phase)
+
+    def serve_loops(self, most: int) -> None:
+        """The model runs up to so many loops. May be called any number of times; without it there is no counter of them."""
+        if self.loop_tokens is None:
+            self.loop_tokens = Counter(
+                "ep_generated_tokens_by_loops", "Tokens received, by loops that they ran", ["loops"], registry=self.registry
+            )
+            for loops in (PROMPT_ROW, *range(1, most + 1)):
+                self.loop_tokens.labels(str(loops))
+
+    def observe_loops(self, tokens: int, depths: Sequence[int]) -> None:
+        """Count a sequence's new tokens: by their `depths`, 0 for a prompt's row, or as of one loop where it has none."""
+        if self.loop_tokens is None:
+            return
+        if not depths and tokens:
+            self.loop_tokens.labels("1").inc(tokens)
+        for depth in depths:
+            self.loop_tokens.labels(str(depth or PROMPT_ROW)).inc()
 
     def observe_recovery(self, seconds: Mapping[str, float]) -> None:
         """A recovery that is over but for the replay; seconds by phase, where an absent phase did not occur."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 from ep_runtime.frontend.api.common_schema import SamplingFields
 from ep_runtime.frontend.api.errors import ApiError
 from ep_runtime.frontend.defaults import SamplingDefaults
+from protocol.commands import Loops
 from protocol.messages import SamplingParams
 
 T = TypeVar("T")
@@ -85,6 +86,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: bool,
+    loops: Loops | None,
 ) -> SamplingParams:
     """What the engine is told for one sequence; `seed` is already the sample's own. `defaults` hold where the request is silent."""
     check_token_ids(fields.stop_token_ids or [], vocab_size, "stop_token_ids")
@@ -107,4 +109,5 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        loops=loops,
     )

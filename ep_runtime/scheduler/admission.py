@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from ep_runtime.scheduler.core import SchedulerLimits, SequenceImage
+from protocol.loops import loops_fault, several
+from protocol.messages import Submit
 
 FAILURES_TO_RUN_ALONE = 2
 
@@ -46,17 +48,46 @@ def refusal(prompt_len: int, max_tokens: int, limits: SchedulerLimits, image_row
     return None
 
 
+def loops_refusal(message: Submit, limits: SchedulerLimits) -> str | None:
+    """Why the loops of this request, or the depths of its replayed tokens, cannot be served (the text of a 400), or None."""
+    asked, depths, known = message.sampling.loops, message.depths, len(message.generated)
+    fault = None if asked is None else loops_fault(asked, limits.max_loops)
+    if fault is not None:
+        return fault
+    loops, rows = several(asked), len(message.prompt)
+    if loops is None:
+        return f"{len(depths)} depths are given for a sequence of one loop" if depths else None
+    if rows > limits.max_batch_tokens:
+        return (
+            f"prompt has {rows} tokens; with more than one loop it is computed in one piece, and a step has at most "
+            f"{limits.max_batch_tokens} tokens (max_num_batched_tokens)"
+        )
+    if message.sampling.prompt_logprobs is not None and not limits.single_chunk and rows > limits.max_scored_rows:
+        return (
+            f"prompt has {rows} tokens; with more than one loop it is computed in one piece, and prompt_logprobs are given for "
+            f"pieces of at most {limits.max_scored_rows} tokens"
+        )
+    if len(depths) != known:
+        return f"{len(depths)} depths are given for {known} generated tokens"
+    if depths and (depths[0] != 0 or not all(1 <= depth <= loops.most for depth in depths[1:])):
+        return f"depths must be 0 for the first generated token, and 1 to {loops.most} for the others"
+    return None
+
+
 def queue_full(alive: int, limits: SchedulerLimits) -> bool:
     """True when `max_queue` requests wait beyond those that the slots can hold."""
     return alive >= limits.max_slots + limits.max_queue
 
 
-def piece_end(start: int, total: int, room: int, prompt_len: int, limits: SchedulerLimits) -> int:
+def piece_end(start: int, total: int, room: int, prompt_len: int, limits: SchedulerLimits, *, looped: bool = False) -> int:
     """Where the next prompt piece ends, `start < end <= total`, or `start` when none fits into `room` rows now.
 
     Bounds are multiples of `chunk_multiple` except the last. A `single_chunk` model's first piece covers the whole prompt; what was
-    generated before a recompute may follow in any pieces.
+    generated before a recompute may follow in any pieces, and in single rows when it is `looped`, whose prompt is one piece, too.
     """
+    if looped:
+        end = max(start + 1, prompt_len)
+        return end if end - start <= room else start
     end = min(start + room, total)
     if limits.single_chunk:
         return end if end >= prompt_len else start

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from protocol.commands import Span
+from protocol.commands import Loops, Span
 from protocol.messages import SamplingParams
 
 NEVER = sys.maxsize
@@ -71,11 +71,13 @@ class SchedulerLimits:
     """Prompt rows of one plan whose logits are wanted; a `single_chunk` prompt wants all of its own whatever this says."""
     max_image_tokens: int = 0
     """Rows of images that all slots hold together, and the most of one prompt."""
+    max_loops: int = 1
+    """The most loops of a sequence; 1: the model is not looped."""
     retry_after: float = 1.0
     """Seconds that a refused request is told to wait."""
 
     def __post_init__(self) -> None:
-        for name in ("max_slots", "num_blocks", "block_size", "max_model_len", "chunk_multiple"):
+        for name in ("max_slots", "num_blocks", "block_size", "max_model_len", "chunk_multiple", "max_loops"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
         for name in ("max_queue", "max_image_tokens"):
@@ -149,6 +151,10 @@ class Sequence:
     """Rows of its images that its slot holds."""
     rows_until: int = NEVER
     """Results up to this position let these rows go."""
+    loops: Loops | None = None
+    """When it may run more than one loop. Then its prompt is one piece, and every token behind it a row of its own."""
+    depths: list[int] = field(default_factory=list)
+    """With `loops`, for each generated token: how many the row ran that sampled it, 0 for the prompt's last."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -159,6 +165,11 @@ class Sequence:
     def lacks_mask(self) -> bool:
         """True when the grammar's mask for the next token that it would sample is not here."""
         return max(self.planned + 1, len(self.tokens)) - self.prompt_len > self.mask_index
+
+    def replayed_depth(self, position: int) -> int:
+        """How many loops the row at `position` ran when it sampled the next token; 0 for a prompt's row, and for a new one."""
+        sampled = position + 1 - self.prompt_len
+        return self.depths[sampled] if 0 < sampled < len(self.depths) else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +185,7 @@ class SlotAlloc:
     prefix_blocks: tuple[int, ...]
     images: tuple[SequenceImage, ...] = ()
     skipped: int = 0
+    loops: Loops | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,12 +206,16 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpanResult:
-    """What the device gave for one span: the sampled token, if the span sampled one, with its logprobs, and prompt logprobs."""
+    """What the device gave for one span: the sampled token, if the span sampled one, with its logprobs, and prompt logprobs.
+
+    `depth` is how many loops its row ran, for a sampled span of a sequence with several; 0 for a prompt's.
+    """
 
     token: int | None = None
     logprobs: object | None = None
     prompt_start: int = 0
     prompt_logprobs: list | None = None
+    depth: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,9 +66,9 @@ class Lifecycle:
     # WAITING -> RUNNING
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """Known blocks that this admission may share; none when the logits of every prompt row are wanted."""
-        limit = hit_limit(len(seq.tokens), self._limits)
-        if limit == 0 or seq.logprobs_from < NEVER:
+        """Known blocks that this admission may share."""
+        limit = self._hit_limit(seq)
+        if limit == 0:
             return []
         hits = self.tree.match(seq, limit)
         return hits[: uncut_hits(len(hits), seq.images, self._limits)]
@@ -82,9 +82,15 @@ class Lifecycle:
     def sibling_computes(self, seq: Sequence) -> bool:
         """True while a sequence of the same request computes the prompt blocks that this one can share a little later."""
         leader = self._computing.get(seq.group)
-        if leader is None or seq.logprobs_from < NEVER or hit_limit(len(seq.tokens), self._limits) == 0:
+        if leader is None or self._hit_limit(seq) == 0:
             return False
         return self.tree.digest(leader, 0) == self.tree.digest(seq, 0)
+
+    def _hit_limit(self, seq: Sequence) -> int:
+        """Blocks that may come from the prefix tree: none when the logits of every prompt row are wanted, or with several loops."""
+        if seq.loops is not None or seq.logprobs_from < NEVER:
+            return 0
+        return hit_limit(len(seq.tokens), self._limits)
 
     def overtakes(self, seq: Sequence) -> bool:
         """True while a sequence that comes before this one drains and is about to wait again."""
@@ -116,7 +122,8 @@ class Lifecycle:
             seq.rows_until = seq.images[-1].stop
         self._holders[seq.slot] = seq
         self.running.add(seq)
-        if self._limits.prefix_cache:
+        # What loops leave in a block differs from what one loop does, and with their number.
+        if self._limits.prefix_cache and seq.loops is None:
             seq.next_entry = seq.planned + self._block_size
             if seq.next_entry < seq.prompt_len:
                 self._computing.setdefault(seq.group, seq)
@@ -130,6 +137,7 @@ class Lifecycle:
             prefix_blocks=tuple(hits),
             images=seq.images,
             skipped=skipped,
+            loops=seq.loops,
         )
 
     def unadmit(self, seq: Sequence) -> None:

@@ -147,7 +147,8 @@ class Planner:
         scores = seq.logprobs_from <= end and start + 1 < seq.prompt_len
         wanted = Wanted.ALL if scores else Wanted.LAST if sampled else Wanted.NONE
         new_blocks = seq.blocks[blocks_for(start, size) : blocks_for(end, size)]
-        draft.spans.append(Span(seq.slot, start, end - start, False, sampled, wanted, new_blocks))  # type: ignore[arg-type]
+        depth = 0 if seq.loops is None else seq.replayed_depth(start)
+        draft.spans.append(Span(seq.slot, start, end - start, False, sampled, wanted, new_blocks, depth))  # type: ignore[arg-type]
         draft.sequences.append(seq)
         draft.tokens += seq.tokens[start:end]
         draft.room -= end - start
@@ -161,4 +162,4 @@ class Planner:
         room = draft.room
         if seq.logprobs_from < NEVER and not self._limits.single_chunk:
             room = min(room, draft.score_room)
-        return piece_end(start, total, room, seq.prompt_len, self._limits)
+        return piece_end(start, total, room, seq.prompt_len, self._limits, looped=seq.loops is not None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ep_runtime.scheduler.admission import row_limit, runs_alone
-from ep_runtime.scheduler.core import NEVER, Sequence, SequenceImage, SpanResult
+from ep_runtime.scheduler.core import NEVER, SchedulerError, Sequence, SequenceImage, SpanResult
+from protocol.commands import Span
+from protocol.loops import several
 from protocol.messages import FinishReason, SequenceUpdate, Submit, TokenLogprobs
 
 
@@ -33,6 +35,8 @@ def make_sequence(message: Submit, arrival: int, eos_token_ids: tuple[int, ...])
         failures=message.suspicions,
         suspected=runs_alone(message.suspicions),
         images=tuple(SequenceImage(start=image.start, rows=image.rows, digest=image.digest) for image in message.images),
+        loops=several(sampling.loops),
+        depths=list(message.depths),
     )
 
 
@@ -42,6 +46,15 @@ def finish_reason(seq: Sequence) -> FinishReason | None:
     if known > seq.prompt_len and known >= seq.stop_from and seq.tokens[-1] in seq.stops:
         return "stop"
     return "length" if known >= seq.token_limit else None
+
+
+def sampled_depth(seq: Sequence, span: Span, got: SpanResult) -> int:
+    """How many loops the row ran that sampled a token of a sequence with several; SchedulerError when that cannot be so."""
+    least, most = (0, 0) if seq.loops is None or span.start < seq.prompt_len else (1, seq.loops.most)
+    if not least <= got.depth <= most:
+        row = span.start + span.length - 1
+        raise SchedulerError(f"{seq.request_id} ran {got.depth} loops at position {row}, {least} to {most} are possible")
+    return got.depth
 
 
 def unreported(seq: Sequence, got: SpanResult) -> tuple[int, list[TokenLogprobs] | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterable
 
-from ep_runtime.scheduler.admission import queue_full, refusal, runs_alone, skipped_images
+from ep_runtime.scheduler.admission import loops_refusal, queue_full, refusal, runs_alone, skipped_images
 from ep_runtime.scheduler.core import (
     NextImage,
     Plan,
@@ -23,7 +23,15 @@ from ep_runtime.scheduler.core import (
 )
 from ep_runtime.scheduler.lifecycle import Lifecycle
 from ep_runtime.scheduler.planner import Planner
-from ep_runtime.scheduler.results import finish_reason, make_sequence, refused, take_cached, terminal, unreported
+from ep_runtime.scheduler.results import (
+    finish_reason,
+    make_sequence,
+    refused,
+    sampled_depth,
+    take_cached,
+    terminal,
+    unreported,
+)
 from protocol.commands import Span
 from protocol.messages import FinishReason, SequenceUpdate, Submit
 
@@ -56,6 +64,8 @@ class Scheduler:
             raise SchedulerError(f"request id {message.request_id!r} is alive")
         image_rows = sum(image.rows for image in message.images)
         reason = refusal(len(message.prompt), message.sampling.max_tokens, self.limits, image_rows)
+        if reason is None:
+            reason = loops_refusal(message, self.limits)
         if reason is not None:
             return refused(message.request_id, reason, 400)
         if not (message.generated or message.suspicions) and queue_full(len(self._live), self.limits):
@@ -310,16 +320,20 @@ class Scheduler:
         finish: FinishReason | None = None
         if token in seq.stops or len(tokens) >= seq.token_limit:
             finish = finish_reason(seq)
+        if seq.loops is not None:
+            depth = sampled_depth(seq, span, got)
+            seq.depths.append(depth)
+            return self._special_update(seq, got, [token], finish, [depth])
         if seq.emitted and finish is None and got.prompt_logprobs is None:
             return SequenceUpdate(seq.request_id, [token], got.logprobs)  # type: ignore[arg-type]
-        return self._special_update(seq, got, [token], finish)
+        return self._special_update(seq, got, [token], finish, [])
 
     def _absorb_prompt(self, seq: Sequence, got: SpanResult, committed: int) -> SequenceUpdate | None:
         # Only a request for no tokens at all ends on a row that samples none.
         finish: FinishReason | None = "length" if committed >= seq.token_limit else None
         if finish is None and got.prompt_logprobs is None:
             return None
-        return self._special_update(seq, got, [], finish)
+        return self._special_update(seq, got, [], finish, [])
 
     def _absorb_late(self, seq: Sequence, span: Span, got: SpanResult, number: int) -> SequenceUpdate | None:
         """A result of a sequence that runs no more: a preempted one keeps it, unless an earlier step of it failed."""
@@ -331,9 +345,9 @@ class Scheduler:
         return update
 
     def _special_update(
-        self, seq: Sequence, got: SpanResult, tokens: list[int], finish: FinishReason | None
+        self, seq: Sequence, got: SpanResult, tokens: list[int], finish: FinishReason | None, depths: list[int]
     ) -> SequenceUpdate | None:
-        """The first and last updates of a sequence, and those with prompt logprobs."""
+        """The first and last updates of a sequence, those with prompt logprobs, and all with depths."""
         prompt_start, prompt_logprobs = unreported(seq, got)
         if not tokens and finish is None and prompt_logprobs is None:
             return None
@@ -349,6 +363,7 @@ class Scheduler:
             prompt_start=prompt_start,
             prompt_logprobs=prompt_logprobs,
             cached=take_cached(seq),
+            depths=depths,
         )
         if finish is not None:
             del self._live[seq.request_id]

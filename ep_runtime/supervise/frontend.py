@@ -52,6 +52,8 @@ def _frontend_config(config: RuntimeConfig, model: Path, runtime_dir: Path, list
         tokenizer=config.tokenizer,
         chat_template=config.chat_template,
         generation_config=config.generation_config,
+        max_loops=config.max_loops,
+        exit_thresholds=config.exit_thresholds,
         reasoning_parser=config.reasoning_parser or "auto",
         tool_call_parser=config.tool_call_parser or "auto",
         listen_fd=listen_fd,

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from model.config import AttentionConfig, LayerConfig, ModelConfig, MoeConfig
+from model.config import AttentionConfig, LayerConfig, MoeConfig
 from model.errors import UnsupportedModel
 from model.families.fields import Json, check_common, dtype_of, flag, real, refuse, whole
 from model.families.weights import ExpertNames, Pieces, Place, attention, ends, first_present, mlp, moe, norms
 from model.pieces import WeightMap
 from model.spec import LayerKind
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A group of architectures that one module describes.
-
-    `configure(config_json, architecture)` reads a configuration or refuses it; `weights` says which tensors a rank reads.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    configure: Callable[[Json, str], ModelConfig]
-    weights: Callable[[Place], WeightMap]
 
 
 def basics(config: Json, outer: Json, architecture: str, family: str) -> dict[str, Any]:

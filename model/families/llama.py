@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from model.config import ModelConfig
-from model.families.common import Family, attention_shape, basics, decoder_weights, layer_kinds, layers_of
+from model.families.common import attention_shape, basics, decoder_weights, layer_kinds, layers_of
+from model.families.decoders import decoder_family
 from model.families.fields import Json, eos_tokens, whole
 from model.families.rope import read_rope
 from model.spec import LayerKind
@@ -25,4 +26,4 @@ def configure(config: Json, architecture: str) -> ModelConfig:
     )
 
 
-FAMILY = Family("llama", ("LlamaForCausalLM",), configure, decoder_weights)
+FAMILY = decoder_family("llama", ("LlamaForCausalLM",), configure, decoder_weights)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from model.config import ModelConfig, MoeConfig
-from model.families.common import Family, attention_shape, basics, decoder_weights, layer_kinds, layers_of, routed
+from model.families.common import attention_shape, basics, decoder_weights, layer_kinds, layers_of, routed
+from model.families.decoders import decoder_family
 from model.families.fields import Json, eos_tokens, whole
 from model.families.rope import read_rope
 from model.families.weights import ExpertNames, Place
@@ -43,4 +44,4 @@ def weights(place: Place) -> WeightMap:
     return decoder_weights(place, moe_roots=("block_sparse_moe.", "mlp."), experts=ExpertNames(gate="w1", up="w3", down="w2"))
 
 
-FAMILY = Family("mixtral", ("MixtralForCausalLM",), configure, weights)
+FAMILY = decoder_family("mixtral", ("MixtralForCausalLM",), configure, weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from model.config import ModelConfig, MoeConfig
 from model.families.common import (
-    Family,
     attention_shape,
     basics,
     decoder_weights,
@@ -13,6 +12,7 @@ from model.families.common import (
     routed,
     sparse_layers,
 )
+from model.families.decoders import decoder_family
 from model.families.fields import Json, count, eos_tokens, flag, refuse, whole
 from model.families.rope import read_rope
 from model.spec import LayerKind
@@ -68,4 +68,4 @@ def _kinds(config: Json, architecture: str, window: int | None) -> tuple[LayerKi
     return kinds
 
 
-FAMILY = Family("qwen3", ("Qwen3ForCausalLM", MOE), configure, decoder_weights)
+FAMILY = decoder_family("qwen3", ("Qwen3ForCausalLM", MOE), configure, decoder_weights)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from model.config import ModelConfig
 from model.errors import UnsupportedModel
-from model.families.common import Family, decoder_weights, routed
+from model.families.common import decoder_weights, routed
+from model.families.decoders import decoder_family
 from model.families.delta_weights import delta_split
 from model.families.fields import Json, whole
 from model.families.hybrid import hybrid_config, hybrid_moe
@@ -45,4 +46,4 @@ def weights(place: Place) -> WeightMap:
     )
 
 
-FAMILY = Family("qwen3_5", DENSE + MOE, configure, weights)
+FAMILY = decoder_family("qwen3_5", DENSE + MOE, configure, weights)

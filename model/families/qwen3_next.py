@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from model.config import ModelConfig
-from model.families.common import Family, decoder_weights, routed, sparse_layers
+from model.families.common import decoder_weights, routed, sparse_layers
+from model.families.decoders import decoder_family
 from model.families.delta_weights import delta_interleaved
 from model.families.fields import Json, flag
 from model.families.hybrid import hybrid_config, hybrid_moe
@@ -23,4 +24,4 @@ def weights(place: Place) -> WeightMap:
     return decoder_weights(place, delta=delta_interleaved, ignored=("mtp.",))
 
 
-FAMILY = Family("qwen3_next", ("Qwen3NextForCausalLM",), configure, weights)
+FAMILY = decoder_family("qwen3_next", ("Qwen3NextForCausalLM",), configure, weights)

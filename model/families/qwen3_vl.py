@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from model.config import ModelConfig, MoeConfig
 from model.errors import UnsupportedModel
-from model.families.common import Family, attention_shape, basics, decoder_weights, layers_of, routed, sparse_layers
+from model.families.common import attention_shape, basics, decoder_weights, layers_of, routed, sparse_layers
+from model.families.decoders import decoder_family
 from model.families.fields import Json, count, eos_tokens, whole
 from model.families.rope import read_rope
 from model.families.vision import text_part, vision_part, vision_weights
@@ -59,4 +60,4 @@ def weights(place: Place) -> WeightMap:
     return decoder_weights(place, prefixes=("model.language_model.", "model.", "language_model.model."), more=vision_weights)
 
 
-FAMILY = Family("qwen3_vl", ("Qwen3VLForConditionalGeneration", MOE), configure, weights)
+FAMILY = decoder_family("qwen3_vl", ("Qwen3VLForConditionalGeneration", MOE), configure, weights)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from model.config import ModelConfig
+from model.config import FamilyConfig, ModelConfig
 from model.parallel import ExpertPlacement, Parallel
 from model.pieces import Index, Piece, WeightMap
 
 Manifest = Mapping[str, tuple[int, ...]]
 """Tensor name -> shape on disk."""
+C = TypeVar("C", bound=FamilyConfig)
 
 
 @dataclass(slots=True)
@@ -53,13 +55,17 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """What the pieces of one rank depend on besides the configuration."""
+class PlaceOf(Generic[C]):
+    """What the pieces of one rank depend on: the configuration, who holds what, and what the folder holds."""
 
-    config: ModelConfig
+    config: C
     placement: ExpertPlacement
     parallel: Parallel
     manifest: Manifest
+
+
+Place = PlaceOf[ModelConfig]
+"""A decoder's."""
 
 
 def first_present(manifest: Manifest, candidates: Sequence[str], suffix: str) -> str:

@@ -15,13 +15,13 @@ from kernels.delta_decode_triton import DeltaWeights, delta_decode
 from kernels.delta_plan import DeltaPlan, delta_plan
 from kernels.experts_config import ExpertsConfig, default_config, experts_config, experts_shape
 from kernels.experts_triton import moe_experts
-from kernels.one_shot_triton import reduce_add_norm_rows, reduce_rows
+from kernels.one_shot_triton import PeerMemory, reduce_add_norm_rows, reduce_rows
 from kernels.paged_decode_triton import paged_decode
 from kernels.paged_prefill_triton import PrefillConfig, default_prefill_config, paged_prefill, prefill_tiles
 from kernels.rms_norm_triton import add_norm_rows, norm_rows, silu_mul
 from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
 from kernels.router_triton import FUSED_ROWS, route_logits, route_rows
-from kernels.tuning import Tuning
+from kernels.tuning import Tuning, sums_shape
 from model.batch import ForwardBatch
 from model.layers.attention import Attention
 from model.layers.delta_net import CONV, GatedDeltaNet, H
@@ -59,6 +59,7 @@ class FusedOperators:
         self._tuning = tuning
         self._torch = TorchOperators()
         self._configs: dict[tuple[int, int, int, int], ExpertsConfig] = {}
+        self._ways: dict[tuple[int, int, int], bool] = {}
         self._turns = torch.zeros(1 << 18, dtype=torch.int32, device=device)
 
     def prepare(self, batch: ForwardBatch, rotary: Rotary, dtype: torch.dtype) -> object:
@@ -79,8 +80,8 @@ class FusedOperators:
         """One launch; for a partial sum that fits peer memory, the reduction in it."""
         if pending is None:
             return norm_rows(x, norm.weight, norm.eps, zero_centered=norm.zero_centered, pdl=self._pdl)
-        peers = step.comm.peers
-        if pending.partial and peers is not None and peers.fits(*x.shape):
+        peers = self._peers(x, step) if pending.partial else None
+        if peers is not None:
             step.comm.launched += 1
             return reduce_add_norm_rows(
                 peers,
@@ -105,11 +106,28 @@ class FusedOperators:
 
     def settle(self, x: torch.Tensor, pending: Pending, step: Step) -> None:
         """In torch: only captures of a layer's output need it."""
-        peers = step.comm.peers
-        if pending.partial and peers is not None and peers.fits(*x.shape):
+        peers = self._peers(x, step) if pending.partial else None
+        if peers is not None:
             step.comm.launched += 1
             pending = Pending(reduce_rows(peers, pending.value), False, pending.shared, pending.shared_gate)
         self._torch.settle(x, pending, step)
+
+    def _peers(self, x: torch.Tensor, step: Step) -> PeerMemory | None:
+        """The memory that a sum of `x`'s shape goes through; None if it does not fit, or NCCL was measured to be faster.
+
+        In a graph it is used whenever the sum fits: a graph holds no NCCL. Both ways give the same bits.
+        """
+        peers = step.comm.peers
+        if peers is None or not peers.fits(*x.shape):
+            return None
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return peers
+        rows, width = x.shape
+        key = (rows, width, peers.world)
+        if key not in self._ways:
+            plain = self._tuning.find("sums", sums_shape(width, peers.world, str(x.dtype).removeprefix("torch.")), rows)
+            self._ways[key] = plain is None or plain["way"] == "peers"
+        return peers if self._ways[key] else None
 
     def attention(self, layer: Attention, projected: torch.Tensor, step: Step) -> torch.Tensor:
         """Norms, rotation and cache write in one kernel, then attention of single rows and of pieces."""

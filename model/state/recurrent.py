@@ -28,6 +28,7 @@ class RecurrentPool:
         }
         if len(self._declared) != len(states):
             raise ValueError("two states of one layer bear the same name")
+        self._divided = {(state.layer, state.name) for state in states if state.divided}
         self._states = {key: torch.zeros(shape, dtype=kind, device=device) for key, (shape, kind) in self._declared.items()}
 
     @property
@@ -53,14 +54,19 @@ class RecurrentPool:
             tensor[target].copy_(tensor[source])
 
     @property
-    def names(self) -> list[str]:
-        """The name of each state, in the order of `checksums`."""
-        return [name for _, name in self._states]
+    def compared(self) -> list[tuple[int, str]]:
+        """(layer, name) of each state that is equal on all ranks, in the order of allocation."""
+        return [key for key in self._states if key not in self._divided]
 
     def checksums(self, slot: int) -> list[torch.Tensor]:
         """One int64 scalar a state, over one slot."""
+        return [self.checksum(slot, *key) for key in self._states]
+
+    def checksum(self, slot: int, layer: int, name: str) -> torch.Tensor:
+        """An int64 scalar over one slot of one state."""
         self._check(slot)
-        return [checksum(tensor[slot].reshape(tensor.shape[1] if tensor.dim() > 1 else 1, -1)) for tensor in self._states.values()]
+        tensor = self._states[layer, name]
+        return checksum(tensor[slot].reshape(tensor.shape[1] if tensor.dim() > 1 else 1, -1))
 
     def check_integrity(self) -> None:
         """Raise RuntimeError when a tensor is not of its declared shape, dtype and device."""

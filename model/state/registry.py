@@ -85,12 +85,15 @@ class StateRegistry:
         return combine(sums)
 
     def sections(self, slots: Iterable[int]) -> dict[str, int]:
-        """A u64 checksum of the given slots, in the given order, for each name that recurrent states bear."""
-        names = self.recurrents.names
-        groups: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        """A u64 checksum of the given slots, in the given order, for each name that recurrent states bear.
+
+        States of which each rank has a part of its own are left out.
+        """
+        compared = self.recurrents.compared
+        groups: dict[str, list[torch.Tensor]] = {name: [] for _, name in compared}
         for slot in slots:
-            for name, value in zip(names, self.recurrents.checksums(slot), strict=True):
-                groups[name].append(value)
+            for layer, name in compared:
+                groups[name].append(self.recurrents.checksum(slot, layer, name))
         return combine_each(groups)
 
     def check_integrity(self) -> None:

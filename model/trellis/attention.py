@@ -57,13 +57,18 @@ class Attention(nn.Module):
             self.q_norm = Gain(config.head_dim, eps=config.eps)
             self.k_norm = Gain(config.head_dim, eps=config.eps)
 
-    def project(self, x: torch.Tensor, tuning: Tuning, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries `[B, m, H, hd]`, keys and values `[B, m, Hkv, hd]`; q and k turned, in at least float32, then rounded."""
+    def project(
+        self, x: torch.Tensor, tuning: Tuning, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries `[..., H, hd]`, keys and values `[..., Hkv, hd]` of `x [..., d]`; q, k turned, in at least float32, then rounded.
+
+        `cos` and `sin` are the rows' rotary tables, broadcastable to `[..., 1, hd]`.
+        """
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (self.q_proj(x, tuning.q), self.k_proj(x), self.v_proj(x)))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         dtype = wide(x.dtype)
-        q, k = (rotate(part.to(dtype), place.cos, place.sin).to(x.dtype) for part in (q, k))
+        q, k = (rotate(part.to(dtype), cos, sin).to(x.dtype) for part in (q, k))
         return q, k, v
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -87,7 +92,7 @@ class GlobalAttention(Attention):
 
         `bias [B, n]` is added to the scores of the call's tokens as keys; the cache keeps it.
         """
-        q, k, v = self.project(x, tuning, place)
+        q, k, v = self.project(x, tuning, place.cos, place.sin)
         if cache is not None:
             before = cache.rows(place.start)
             cache.write(place.start, k, v, bias)
@@ -116,13 +121,17 @@ class SlidingAttention(Attention):
         self.window = config.window
         self.w_g = nn.Parameter(torch.empty(config.d_model))
 
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., d] -> [..., 1, 1]`, at least float32: how far a later loop moves the entries of these rows."""
+        dtype = wide(x.dtype)
+        return (x.to(dtype) * self.w_g.to(dtype)).sum(-1).sigmoid()[..., None, None]
+
     def forward(self, x: torch.Tensor, tuning: Tuning, window: Window, place: Place) -> tuple[torch.Tensor, Window]:
         """`[B, m, d] -> [B, m, d]` and the window after; `window` is left as it is."""
-        q, k, v = self.project(x, tuning, place)
+        q, k, v = self.project(x, tuning, place.cos, place.sin)
         old = window.k.shape[1] - place.tokens
         if place.loop > 1:
-            dtype = wide(x.dtype)
-            gate = (x.to(dtype) * self.w_g.to(dtype)).sum(-1).sigmoid()[..., None, None]
+            gate = self.gate(x)
             k, v = (blend(entries, old, place.index, new, gate) for entries, new in zip(window, (k, v), strict=True))
         after = Window(*(put(entries, old, place.index, new) for entries, new in zip(window, (k, v), strict=True)))
         at = torch.arange(place.start - old, place.start + place.tokens, device=x.device)

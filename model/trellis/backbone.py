@@ -7,75 +7,37 @@ h = bank_1(h);  h = coda(h);  z = final_norm(h);  logits = z E^T
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import nn
 from torch.nn import functional
 
-from model.config import RopeConfig, RopeKind
-from model.layers.rotary import Rotary
 from model.trellis.arguments import Call
 from model.trellis.attention import Place
-from model.trellis.bank import MemoryBank, Shard
-from model.trellis.block import Block
+from model.trellis.bank import Shard
 from model.trellis.config import GDN, TrellisConfig
 from model.trellis.delta import GdnState
-from model.trellis.engine import LoopEngine, LoopRun
-from model.trellis.heads import AuxiliaryHeads, ExitHeads, TiedEmbeddingHead
-from model.trellis.norm import Gain, wide
+from model.trellis.engine import LoopRun
+from model.trellis.graph import Graph, Part
+from model.trellis.heads import AuxiliaryHeads
+from model.trellis.norm import wide
 from model.trellis.output import AuxiliaryOutputs, BankReadout, TrellisOutput, make_readout
 from model.trellis.projection import NEUTRAL
 from model.trellis.settings import ModelSettings
-from model.trellis.specialisation import PerLoopSpecialisation
 from model.trellis.state import ModelState, StateShape, shape_of, zero_gdn
 from model.trellis.window import Window, commit_window, fresh_window, open_window
 
 
-class Part(nn.Module):
-    """Layers in order, under the name `layers`."""
-
-    def __init__(self, config: TrellisConfig, kinds: tuple[str, ...]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block(config, kind) for kind in kinds])
-
-
-class Backbone(nn.Module):
-    """The modules of a model, and one pass through them."""
+class Backbone(Graph):
+    """The modules of a model with its auxiliary heads, and one pass through them."""
 
     def __init__(self, config: TrellisConfig, settings: ModelSettings, shard: Shard) -> None:
-        super().__init__()
-        settings.check(config)
-        self.config = config
-        self.settings = settings
-        self.embedding = TiedEmbeddingHead(config)
-        self.prelude = Part(config, config.prelude)
-        self.core = Part(config, config.core)
-        self.coda = Part(config, config.coda)
-        self.specialisation = PerLoopSpecialisation(config, enabled=self.settings.specialisation_enabled)
-        self.engine = LoopEngine(config, self.settings, self.core.layers, self.specialisation)
-        self.exit_heads = ExitHeads(config)
-        self.final_norm = Gain(config.d_model, eps=config.eps)
-        self.bank = MemoryBank(config, self.settings, shard)
+        super().__init__(config, settings, shard)
         self.aux_heads = AuxiliaryHeads(config, config.aux) if config.aux is not None else None
-        with torch.device("cpu"):  # constants, which have values even where parameters have none
-            self._rotary = Rotary(RopeConfig(kind=RopeKind.DEFAULT, rotary_dim=config.head_dim, theta=config.rope_theta))
 
     def state_shape(self) -> StateShape:
         """The state instances this graph needs, and their sizes."""
         return shape_of(self.config, key_bias=self.settings.boundary_bias is not None)
-
-    def apply_readout(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[..., d] -> [..., vocab]`: the final norm and the tied matrix."""
-        return self.embedding.logits(self.final_norm(hidden))
-
-    def blocks(self, *parts: Part) -> Iterator[Block]:
-        """The layers of parts, in order."""
-        for part in parts:
-            for layer in part.layers:
-                assert isinstance(layer, Block)
-                yield layer
 
     def run(self, call: Call, state: ModelState | None, *, return_state: bool, dropout: float) -> TrellisOutput:
         """The whole graph on one batch. `state`, where there is one, has been checked and has room for the call."""
@@ -137,7 +99,7 @@ class Backbone(nn.Module):
     ) -> tuple[torch.Tensor, tuple[GdnState, ...]]:
         """Prelude or coda; `cache` is the number of its first global cache."""
         after: list[GdnState] = []
-        for layer in self.blocks(part):
+        for layer in part.blocks():
             if layer.kind == GDN:
                 h, moved = layer.run_gdn(h, NEUTRAL, gdn[len(after)])
                 after.append(moved)

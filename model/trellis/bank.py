@@ -71,19 +71,12 @@ class MemoryBank(nn.Module):
         if self.settings.bank_force_zero_delta:
             # On every rank alike, so none waits in the reduction.
             return h + torch.zeros_like(h), readout
-        read_point = self.points[point]
-        assert isinstance(read_point, ReadPoint)
-        read = self.gather(indices, weights).to(h.dtype)
-        if read_point.read_norm is not None:
-            read = read_point.read_norm(read)
-        return h + read_point.o_proj(read), readout
+        return self.add(point, h, self.gather(indices, weights)), readout
 
     def select(self, point: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Slot numbers int64 and weights (at least float32), both `[B, n, heads, top_k]`, from replicated tensors alone."""
-        read_point = self.points[point]
-        assert isinstance(read_point, ReadPoint)
         dtype = wide(h.dtype)
-        q = read_point.q_proj(unit_rms(h, self.eps).to(h.dtype)).unflatten(-1, (self.heads, 2, -1))
+        q = self._point(point).q_proj(unit_rms(h, self.eps).to(h.dtype)).unflatten(-1, (self.heads, 2, -1))
         q = unit_rms(q, self.eps)
         scores = torch.einsum("bthzc,zic->bthzi", q, self.sub_keys.to(dtype)) * q.shape[-1] ** -0.5
         # Ascending by number within each half makes the grid of candidates ascending by slot, so one stable sort breaks ties.
@@ -96,9 +89,24 @@ class MemoryBank(nn.Module):
 
     def gather(self, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of values over heads and slots: `[B, n, value_dim]`, at least float32."""
-        mode, weights = self.settings.bank_shard_mode, weights.flatten(-2)
-        part = local_part(mode, self.values, indices.flatten(-2), weights, self.shard.rank, self.shard.world)
-        return finish(mode, self.shard.reduce(part), weights)
+        return finish(self.settings.bank_shard_mode, self.shard.reduce(self.part(indices, weights)), weights.flatten(-2))
+
+    def part(self, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What this rank's rows give to that sum, in the form that its mode reduces."""
+        mode, shard = self.settings.bank_shard_mode, self.shard
+        return local_part(mode, self.values, indices.flatten(-2), weights.flatten(-2), shard.rank, shard.world)
+
+    def add(self, point: int, h: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        """`h [..., d]` with what was read, `[..., value_dim]`."""
+        read_point, read = self._point(point), read.to(h.dtype)
+        if read_point.read_norm is not None:
+            read = read_point.read_norm(read)
+        return h + read_point.o_proj(read)
+
+    def _point(self, number: int) -> ReadPoint:
+        point = self.points[number]
+        assert isinstance(point, ReadPoint)
+        return point
 
 
 def bank_weights(scores: torch.Tensor, weighting: str) -> torch.Tensor:

@@ -44,18 +44,19 @@ class Block(nn.Module):
     def run_gdn(self, h: torch.Tensor, tuning: Tuning, state: GdnState) -> tuple[torch.Tensor, GdnState]:
         """`[B, m, d]` and the state after."""
         mixed, state = self.mixer(self.norm1(h, tuning.gain1), tuning, state)
-        return self._finish(h + mixed, tuning), state
+        return self.finish(h + mixed, tuning), state
 
     def run_sliding(self, h: torch.Tensor, tuning: Tuning, window: Window, place: Place) -> tuple[torch.Tensor, Window]:
         """`[B, m, d]` and the window after."""
         mixed, window = self.mixer(self.norm1(h, tuning.gain1), tuning, window, place)
-        return self._finish(h + mixed, tuning), window
+        return self.finish(h + mixed, tuning), window
 
     def run_global(
         self, h: torch.Tensor, tuning: Tuning, cache: GlobalKV | None, place: Place, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """`[B, n, d]`; writes into the cache."""
-        return self._finish(h + self.mixer(self.norm1(h, tuning.gain1), tuning, cache, place, bias), tuning)
+        return self.finish(h + self.mixer(self.norm1(h, tuning.gain1), tuning, cache, place, bias), tuning)
 
-    def _finish(self, h: torch.Tensor, tuning: Tuning) -> torch.Tensor:
+    def finish(self, h: torch.Tensor, tuning: Tuning) -> torch.Tensor:
+        """The MLP's half, from `h + mixed` on: `[..., d] -> [..., d]`."""
         return h + self.mlp(self.norm2(h, tuning.gain2), tuning)

@@ -60,15 +60,31 @@ class GatedDelta(nn.Module):
 
     def forward(self, x: torch.Tensor, tuning: Tuning, state: GdnState) -> tuple[torch.Tensor, GdnState]:
         """Mix n tokens; `state` is left as it is."""
+        u, g, beta = self.inputs(x, tuning)
+        y, conv = _convolve(u, state.conv, self.conv_weight())
+        o, s = _recur(*self.heads_of(y), g, beta, state.s)
+        return self.outputs(o, x.dtype), GdnState(s, conv)
+
+    def inputs(self, x: torch.Tensor, tuning: Tuning) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of rows `x [..., d]`: the convolution's inputs u `[..., channels]`, log decay g and rate beta `[..., heads]`."""
         u = torch.cat((self.q_proj(x, tuning.q), self.k_proj(x), self.v_proj(x)), -1)
-        y, conv = _convolve(u, state.conv, torch.cat((self.q_conv.weight, self.k_conv.weight, self.v_conv.weight)))
         dtype = wide(x.dtype)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).to(dtype) for part in y.split(self.widths, -1))
         g = -functional.softplus(self.a_proj(x).to(dtype) + self._offsets_on(x.device).to(dtype))
-        beta = self.b_proj(x).to(dtype).sigmoid()
-        o, s = _recur(_unit(q) * self.key_dim**-0.5, _unit(k), v, g, beta, state.s)
-        out = self.o_proj(self.out_norm(o).flatten(-2).to(x.dtype))
-        return out, GdnState(s, conv)
+        return u, g, self.b_proj(x).to(dtype).sigmoid()
+
+    def conv_weight(self) -> torch.Tensor:
+        """`[channels, kernel]`"""
+        return torch.cat((self.q_conv.weight, self.k_conv.weight, self.v_conv.weight))
+
+    def heads_of(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scaled unit queries, unit keys `[..., heads, dk]` and values `[..., heads, dv]` of convolved rows, at least float32."""
+        dtype = wide(y.dtype)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).to(dtype) for part in y.split(self.widths, -1))
+        return _unit(q) * self.key_dim**-0.5, _unit(k), v
+
+    def outputs(self, o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`[..., d]` in `dtype` from what the recurrence gave, `[..., heads, dv]`."""
+        return self.o_proj(self.out_norm(o).flatten(-2).to(dtype))
 
     def _offsets_on(self, device: torch.device) -> torch.Tensor:
         if self._offsets.device != device:

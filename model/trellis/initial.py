@@ -29,7 +29,7 @@ def initialise(model: nn.Module, config: TrellisConfig, seed: int, shard: Shard)
     Matrices that write into the residual are scaled by the number of writes of the deepest path.
     """
     for key, parameter in model.named_parameters():
-        if _ONES.fullmatch(key):
+        if starts_as_one(key):
             parameter.fill_(1.0)
         elif _ZEROS.fullmatch(key):
             parameter.zero_()
@@ -38,6 +38,11 @@ def initialise(model: nn.Module, config: TrellisConfig, seed: int, shard: Shard)
             whole = (config.bank_slots, config.bank_value_dim) if key == "bank.values" else parameter.shape
             drawn = torch.empty(whole, device="cpu").normal_(0.0, deviation(key, config), generator=generator)
             parameter.copy_(shard_rows(drawn, shard.rank, shard.world) if key == "bank.values" else drawn)
+
+
+def starts_as_one(key: str) -> bool:
+    """Whether a tensor is a gain, which starts as ones."""
+    return _ONES.fullmatch(key) is not None
 
 
 def deviation(key: str, config: TrellisConfig) -> float:

@@ -120,12 +120,12 @@ class TrellisModel(Backbone):
     @property
     def all_layers(self) -> tuple[Block, ...]:
         """The unique layers in order; the core appears once."""
-        return tuple(self.blocks(self.prelude, self.core, self.coda))
+        return (*self.prelude.blocks(), *self.core.blocks(), *self.coda.blocks())
 
     @property
     def core_layers(self) -> tuple[Block, ...]:
         """The layers of the core block."""
-        return tuple(self.blocks(self.core))
+        return tuple(self.core.blocks())
 
     def strip_aux_heads(self) -> dict[str, torch.Tensor]:
         """A serving state dictionary: all tensors, shared, but those of the auxiliary heads. The model keeps them."""

@@ -47,7 +47,11 @@ def commit_window(ring: SlidingCache, window: Window, position: int, tokens: int
 
 def blend(entries: torch.Tensor, old: int, index: torch.Tensor | None, new: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """Entries of the rows `index [B, m]` moved towards `new [B, m, Hkv, hd]` by `gate [B, m, 1, 1]`, in the gate's dtype."""
-    held = entries[:, old:] if index is None else entries.gather(1, _spread(index + old, entries))
+    return moved(entries[:, old:] if index is None else entries.gather(1, _spread(index + old, entries)), new, gate)
+
+
+def moved(held: torch.Tensor, new: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`held + gate (new - held)`, in the gate's dtype."""
     held = held.to(gate.dtype)
     return held + gate * (new.to(gate.dtype) - held)
 

@@ -16,7 +16,7 @@ from ep_runtime.engine.executor import Executor
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from model.state.registry import StateRegistry
-from protocol.commands import Alloc
+from protocol.commands import Alloc, Loops
 from protocol.errors import EpLinkLost
 from protocol.frame import Frame
 from protocol.slots import Change, SlotTable
@@ -37,22 +37,26 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def _drive_largest(driver: Driver) -> None:
-    """Fill every slot with long sequences that ask for everything, all but the last decoding while it scores its prompt."""
+def _drive_largest(driver: Driver, loops: int) -> None:
+    """Fill every slot with long sequences that ask for everything, all but the last decoding while it scores its prompt.
+
+    Of more than one loop a prompt is one piece, of which no more rows are scored than of any step.
+    """
     limits = driver.scheduler.limits
     long = limits.max_model_len - 20
+    asked: dict[str, Any] = EVERYTHING if loops == 1 else EVERYTHING | {"loops": Loops(loops)}
     for number in range(limits.max_slots - 1):
-        driver.submit(f"decodes {number}", [5 + number % 7] * long, max_tokens=8, **(EVERYTHING | {"prompt_logprobs": None}))
+        driver.submit(f"decodes {number}", [5 + number % 7] * long, max_tokens=8, **(asked | {"prompt_logprobs": None}))
     while any(not answer.tokens for answer in driver.answers.values()):
         driver.turn()
-    driver.submit("scores", [5] * long, max_tokens=2, **EVERYTHING)
+    driver.submit("scores", [5] * (long if loops == 1 else min(long, limits.max_scored_rows)), max_tokens=2, **asked)
     driver.turn()
-    driver.submit("prefills", [7] * long, max_tokens=2, **EVERYTHING)
+    driver.submit("prefills", [7] * long, max_tokens=2, **(asked if loops == 1 else asked | {"prompt_logprobs": None}))
     driver.finish()
 
 
-def largest_step(ctx: RankContext, *, folder: str, **settings: Any) -> tuple[int, int]:
-    """This rank's peak over the largest steps, and the plan's line for them."""
+def largest_step(ctx: RankContext, *, folder: str, loops: int = 1, **settings: Any) -> tuple[int, int]:
+    """This rank's peak over the largest steps, with so many loops, and the plan's line for them."""
     rank = load(ctx, folder, load_format="dummy", **settings)
     planned = next(size for what, size in rank.plan.lines if what.startswith("scratch"))
     with meeting(ctx) as (place, listener):
@@ -63,7 +67,7 @@ def largest_step(ctx: RankContext, *, folder: str, **settings: Any) -> tuple[int
         epoch, broadcaster, links = open_head(rank, place, listener, lambda: False)
         with closing(epoch), closing(links):
             driver = Driver(rank, epoch, broadcaster, lookahead=False, digest_interval=4)
-            peak = peak_bytes(lambda: _drive_largest(driver))
+            peak = peak_bytes(lambda: _drive_largest(driver, loops))
             driver.shutdown()
             return peak, planned
 

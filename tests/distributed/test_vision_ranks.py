@@ -75,4 +75,5 @@ def test_the_digest_catches_what_the_refusal_would_not(ranks: RankPool, vision: 
     said = outcomes[0].value
     assert said.startswith("EpDiverged: ranks differ in digests of step")
     differing = dict(re.findall(r"; (\w+): \w+ on ranks 0, 2; (\w+) on rank 1", said))
-    assert sorted(set(differing) - {"routing"}) == sections
+    # What differs on the way in differs in what follows.
+    assert sorted(set(differing) - {"routing", "outputs"}) == sections

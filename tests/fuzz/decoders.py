@@ -123,7 +123,7 @@ def large_frames(rng: random.Random, measured: bool) -> None:
     """Bodies of megabytes that break a rule at their very end."""
     count = rng.choice([2_000, 100_000])
     made = draft(rng, 2)
-    spans = [[slot, 0, 1, False, False, rng.choice([0, 2]), []] for slot in range(count)]
+    spans = [[slot, 0, 1, False, False, rng.choice([0, 2]), [], 0] for slot in range(count)]
     kind = rng.randrange(4)
     if kind == 0:
         spans.append(list(spans[-1]))
@@ -139,9 +139,8 @@ def large_frames(rng: random.Random, measured: bool) -> None:
 def commands(rng: random.Random, measured: bool) -> None:
     """Decoded commands against one slot table: it changes as promised or not at all."""
     recurrent = rng.random() < 0.3
-    limits = SlotLimits(
-        max_slots=4, num_blocks=12, block_size=4, max_length=24, max_rows=16, max_vision_rows=12, recurrent=recurrent
-    )
+    sizes = {"max_slots": 4, "num_blocks": 12, "block_size": 4, "max_length": 24, "max_rows": 16}
+    limits = SlotLimits(**sizes, max_vision_rows=12, recurrent=recurrent, max_loops=rng.choice([1, 4]))
     table = SlotTable(limits)
     for _ in range(12):
         made = draft(rng, 2)
@@ -153,6 +152,9 @@ def commands(rng: random.Random, measured: bool) -> None:
             span[6] = [block % 13 for block in span[6]]
         if "token_budget" in made.body:
             made.body["token_budget"] %= 30
+        if made.body.get("loops") is not None and rng.random() < 0.7:
+            most = rng.choice([2, 4])
+            made.body |= {"loops": [most, [0.5] * (most - 1)], "prompt_length": 3, "prefix_length": 0, "prefix_blocks": []}
         found = try_decode(b"", partial(decode_frame, made.pack()), False)
         if found is None:
             continue

@@ -65,7 +65,8 @@ def _span(rng: random.Random, slot: int, cmd: int) -> tuple[list[Any], int]:
     wanted: Any = rng.choice([NONE, LAST, ALL, sorted(rng.sample(range(length), rng.randrange(length + 1)))])
     last = wanted in (LAST, ALL) or (isinstance(wanted, list) and wanted[-1:] == [length - 1])
     blocks = [integer(rng, 0, 2**31 - 1) for _ in range(rng.choice([0, 0, 1, 3]))]
-    return [slot, integer(rng, 0, 2**31 - 1), length, fed, last and rng.random() < 0.7, wanted, blocks], length - fed
+    depth = rng.choice([0, 0, 0, 1, 2, 3, 16])
+    return [slot, integer(rng, 0, 2**31 - 1), length, fed, last and rng.random() < 0.7, wanted, blocks, depth], length - fed
 
 
 def draft(rng: random.Random, version: int) -> Draft:

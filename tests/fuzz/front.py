@@ -61,7 +61,8 @@ class Front:
         self.server = FrontendProcess(
             folder / "run", CHECKED_JOURNAL, model=str(model), served_model_name=["tiny"], max_queue=64, **SETTINGS
         )
-        self.engine = FakeEngine(folder / "run", 1, lambda submit: script, eos=eos, vocab_size=tokenizer.vocab_size).start()
+        ready = {"eos": eos, "vocab_size": tokenizer.vocab_size, "max_loops": 4}
+        self.engine = FakeEngine(folder / "run", 1, lambda submit: script, **ready).start()
         self.server.wait_line("out", "ready")
         self._process = psutil.Process(self.server.process.pid)
         self._lines = 0

@@ -54,6 +54,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
             "prompt_logprobs": 1,
         },
+        {"messages": [USER], "max_loops": 3, "exit_thresholds": [0.5, 1], "n": 2, "stop": "o", "return_token_ids": True},
     ],
     COMPLETE: [
         {"prompt": "The quick"},
@@ -62,6 +63,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"prompt": [[5, 6], [7]], "max_tokens": 0, "echo": True, "logprobs": 0},
         {"prompt": "x", "stop": "o", "logit_bias": {"5": 1.5}, "min_tokens": 2, "ignore_eos": True, "max_tokens": 5},
         {"prompt": "x", "response_format": {"type": "json_object"}, "max_tokens": 9},
+        {"prompt": "x", "max_loops": 4, "stream": True, "return_token_ids": True},
     ],
     TOKENIZE: [{"prompt": "The quick"}, {"messages": [USER], "tools": [TOOL], "return_token_strs": True}],
     DETOKENIZE: [{"tokens": [5, 6, 7]}],

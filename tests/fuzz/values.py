@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -65,7 +66,8 @@ def valid(rng: random.Random, kind: mi.Type) -> Any:
         case mi.IntType():
             return integer(rng, -(2**63) if kind.ge is None else kind.ge, 2**63 - 1 if kind.le is None else kind.le)
         case mi.FloatType():
-            return rng.choice(FLOATS[:7])
+            low, high = -math.inf if kind.ge is None else kind.ge, math.inf if kind.le is None else kind.le
+            return rng.choice([value for value in FLOATS[:7] if low <= value <= high])
         case mi.BoolType():
             return rng.random() < 0.5
         case mi.StrType():

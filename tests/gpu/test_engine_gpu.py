@@ -31,6 +31,7 @@ FAMILIES = [
     ("qwen3_5", "plain"),
     ("qwen3_5_moe", "fused"),
 ]
+BY_HEADS = ("llama", "mixtral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -43,16 +44,16 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
 @pytest.fixture(scope="session")
 def run(ranks: RankPool) -> Run:
-    """`run(folder, device, world, **settings)`: answers to mixed requests in odd chunks. CPU answers are made once."""
+    """`run(folder, device, world, dtype, layout)`: answers to mixed requests in odd chunks. CPU answers are made once."""
 
     def requests() -> list[dict[str, Any]]:
         kind = {"max_tokens": NEW_TOKENS, "prompt_logprobs": 0}
         return [{"prompt": prompt(length, seed=place), **kind} for place, length in enumerate(LENGTHS)]
 
     @cache
-    def answers(folder: Path, device: str, world: int, dtype: str) -> list[dict[str, Any]]:
+    def answers(folder: Path, device: str, world: int, dtype: str, layout: str = "replicated") -> list[dict[str, Any]]:
         sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 47, "max_model_len": 256}
-        where = {"folder": str(folder), "device": device, "dtype": dtype}
+        where = {"folder": str(folder), "device": device, "dtype": dtype, "attention_layout": layout}
         result = ranks.run(world, GENERATE, requests=requests(), together=True, deadline=300.0, **where, **sizes)[0]
         for answer in result["answers"]:
             assert (answer["finish"], answer["error"], len(answer["tokens"])) == ("length", None, NEW_TOKENS)
@@ -75,6 +76,26 @@ def test_float32_tokens_are_those_of_the_cpu(
     if judged.ties == 0:
         assert [answer["tokens"] for answer in on_gpu] == [answer["tokens"] for answer in on_cpu]
     assert judged.ties <= 1
+
+
+@two_devices
+@pytest.mark.parametrize("family", BY_HEADS)
+def test_float32_tokens_of_ranks_that_divide_the_heads(run: Run, folder_of: Callable[[str, str], Path], family: str) -> None:
+    """Where the kernels take the sizes, decode steps are graphs, with a sum behind every mixer in them; prompts run eagerly."""
+    folder, judged = folder_of(family, "heads"), Judged()
+    for place, answer in enumerate(run(folder, "cuda", 2, "float32", "tensor")):
+        judge_greedy(folder, prompt(LENGTHS[place], seed=place), answer["tokens"], judged)
+    assert judged.ties <= 1
+
+
+@two_devices
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_bfloat16_of_ranks_that_divide_the_heads(run: Run, folder_of: Callable[[str, str], Path], family: str) -> None:
+    folder = folder_of(family, "heads")
+    gpu = errors(folder, run(folder, "cuda", 2, "bfloat16", "tensor"))
+    cpu = errors(folder, run(folder, "cpu", 1, "bfloat16"))
+    assert gpu.mean() < 2 * cpu.mean()
+    assert gpu.median() < 1.5 * cpu.median()
 
 
 @pytest.mark.parametrize(("family", "variant"), FAMILIES)

@@ -20,6 +20,7 @@ from ep_runtime.frontend.text.tokenizer import Tokenizer
 from ep_runtime.frontend.text_stack import TextStack
 from protocol.messages import EpochReady, Mask, Submit
 from tests.support.fake_engine import epoch_ready
+from tests.support.fake_sequences import fake_depth
 from tests.support.inprocess import Cut, House, Played
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -30,6 +31,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
 FORCED = {"type": "function", "function": {"name": "get_weather"}}
 THINKING = {"chat_template_kwargs": {"thinking": True}}
+LOOPS = {"max_loops": 3, "exit_thresholds": [0.5, 0.75], "return_token_ids": True}
 WHOLE = {"prompt_logprobs": 2}
 
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -50,6 +52,9 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "samples": (CHAT, {"n": 2, "stop": "is"}, TEXT),
     "prompts": (COMPLETIONS, {"prompt": ["a", "日"], "n": 2, "max_tokens": 9, "return_token_ids": True}, TEXT),
     "stop token": (CHAT, {"stop_token_ids": [], "return_token_ids": True}, TEXT),
+    "loops": (CHAT, {**LOOPS, "n": 2, "stop": "is"}, TEXT),
+    "loops of prompts": (COMPLETIONS, {**LOOPS, "prompt": ["a", "日"], "max_tokens": 9}, TEXT),
+    "loops under a grammar": (CHAT, {**LOOPS, "response_format": SCHEMA}, '{"city": "日"}'),
     "length": (COMPLETIONS, {"max_tokens": 7}, "日本語 fox"),
     "least length": (CHAT, {"min_tokens": 9, "max_tokens": 12, "skip_special_tokens": False}, "fox"),
 }
@@ -64,7 +69,7 @@ def house(model: Path, tokenizer: Tokenizer) -> Iterator[House]:
     text = TextStack.load(config)
 
     def ready(epoch: int) -> EpochReady:
-        return epoch_ready(epoch, eos=tokenizer.eos_token_ids[0], vocab_size=tokenizer.vocab_size)
+        return epoch_ready(epoch, eos=tokenizer.eos_token_ids[0], vocab_size=tokenizer.vocab_size, max_loops=4)
 
     yield House(config, text, ready)
     text.close()
@@ -113,6 +118,8 @@ def check_replays(played: Played, script: Any, eos: int, cuts: list[Cut]) -> Non
         for submit in again:
             first = original.setdefault(submit.request_id, submit)
             assert (submit.prompt, submit.sampling, submit.group) == (first.prompt, first.sampling, first.group)
+            loops = submit.sampling.loops
+            assert submit.depths == ([] if loops is None else [fake_depth(at, loops) for at in range(len(submit.generated))])
             if not submit.sampling.grammar:
                 whole = script(submit)
                 assert submit.generated == [whole[at % len(whole)] for at in range(len(submit.generated))]

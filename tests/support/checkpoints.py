@@ -143,6 +143,20 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+DIVISIBLE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+"""Heads for two ranks, and for four that share the key/value heads."""
+_DIVISIBLE_HYBRID = {**_HYBRID, **DIVISIBLE, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_BY_HEADS: dict[str, dict[str, Any]] = {
+    "llama": {**VARIANTS["llama"]["bias"], **DIVISIBLE},
+    "mixtral": {**VARIANTS["mixtral"]["window"], **DIVISIBLE},
+    "qwen3": {**VARIANTS["qwen3"]["window"], **DIVISIBLE},
+    "qwen3_moe": {**VARIANTS["qwen3_moe"]["mixed"], **DIVISIBLE},
+    "qwen3_next": {**_DIVISIBLE_HYBRID, **_HYBRID_MOE, "mlp_only_layers": [1]},
+    "qwen3_5": {**_DIVISIBLE_HYBRID, "tie_word_embeddings": True},
+    "qwen3_5_moe": {**_DIVISIBLE_HYBRID, **_HYBRID_MOE},
+}
+"""The variant `heads` of each family: its heads and the units of its dense MLPs divide by 2 and by 4. It is not among CASES."""
+
 CASES: tuple[tuple[str, str], ...] = tuple((family, variant) for family, variants in VARIANTS.items() for variant in variants)
 
 _CLASSES = {
@@ -219,7 +233,8 @@ def smallest_margin(model: nn.Module, run: Callable[[], object]) -> float:
 
 def _build(family: str, variant: str, vocab_size: int) -> nn.Module:
     config_class, model_class = _CLASSES[family]
-    settings = {**_BASE, **VARIANTS[family][variant], "vocab_size": vocab_size}
+    shape = _BY_HEADS[family] if variant == "heads" else VARIANTS[family][variant]
+    settings = {**_BASE, **shape, "vocab_size": vocab_size}
     config = getattr(transformers, config_class)(**settings)
     if variant == "vision":
         model_class = model_class.replace("ForCausalLM", "ForConditionalGeneration")

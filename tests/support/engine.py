@@ -7,6 +7,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ep_runtime.config import Facts, RuntimeConfig, resolve
 from ep_runtime.engine.broadcast import Broadcaster
 from ep_runtime.engine.comm import open_store
@@ -128,7 +130,7 @@ class Driver:
     def submit(self, request_id: str, prompt: list[int], **sampling: Any) -> None:
         """Submit one sequence, greedy unless told otherwise."""
         params = {"seed": 0, "temperature": 0.0, "ignore_eos": True, **sampling}
-        self.send(Submit(request_id=request_id, group=request_id, prompt=prompt, sampling=SamplingParams(**params)))
+        self.send(Submit(request_id=request_id, group=request_id, prompt=prompt, sampling=msgspec.convert(params, SamplingParams)))
 
     def turn(self) -> None:
         """One turn of the head, with the books checked after it."""

@@ -37,7 +37,7 @@ def fake_logprobs(token: int, alternatives: int) -> TokenLogprobs:
 
 
 def fake_depth(index: int, loops: Loops) -> int:
-    """Loops of the row that sampled generated token `index`: 0 for the prompt's, then all of them, in turn where there are exits."""
+    """Loops of the row that sampled generated token `index`: 0 for the prompt's, then all, or with exits in turn."""
     if not index:
         return 0
     return 1 + index % loops.most if loops.thresholds else loops.most

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from model import share
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.families.registry import build_model, resolve, weight_map
@@ -23,9 +24,14 @@ def load_rank(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     operators: Operators | None = None,
+    split: bool = False,
 ) -> Decoder:
-    """One rank's model, filled from the folder. GPU kernels, given as `operators`, want the row-major layout."""
+    """One rank's model, filled from the folder. GPU kernels, given as `operators`, want the row-major layout.
+
+    With `split` the ranks divide its heads.
+    """
     config, placement = placed(path, world)
+    config = share.split(config, world) if split else config
     parallel = Parallel(rank, world)
     tensors = read_tensors(path)
     names = weight_map(config, placement, parallel, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
@@ -35,7 +41,8 @@ def load_rank(
     assert parameters.keys() == names.pieces.keys()
     read = set()
     for name, pieces in names.pieces.items():
-        parameters[name].fill_(0.0 if name in ("embedding", "head.weight.weight") else torch.nan)
+        padded = name in ("embedding", "head.weight.weight") or (split and name.endswith("out.bias"))
+        parameters[name].fill_(0.0 if padded else torch.nan)
         for piece in pieces:
             tensor = tensors[piece.name]
             assert tuple(tensor.shape) == piece.shape, piece.name

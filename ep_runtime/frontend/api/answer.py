@@ -33,18 +33,25 @@ class Formatter(Protocol):
         """The body of an answer that is not streamed."""
 
 
-def usage(prompts: list[list[int]], choices: list[Choice]) -> dict[str, Any]:
-    """Token counts. Each prompt counts once, however many samples it has (choices are ordered by prompt, then sample)."""
+def usage(prompts: list[list[int]], choices: list[Choice], *, looped: bool) -> dict[str, Any]:
+    """Token counts. Each prompt counts once, however many samples it has (choices are ordered by prompt, then sample).
+
+    `looped`: tokens may run more than one loop, and the mean of those that they ran is told.
+    """
     prompt_tokens = sum(len(ids) for ids in prompts)
     completion_tokens = sum(choice.generated for choice in choices)
     samples = len(choices) // len(prompts)
     cached = sum(choice.cached or 0 for choice in choices[::samples])
-    return {
+    counts = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if looped:
+        rows = sum(choice.decoded for choice in choices)
+        counts["completion_tokens_details"] = {"mean_loops": sum(choice.loops for choice in choices) / rows if rows else None}
+    return counts
 
 
 def outcome_of(generation: Generation) -> str:

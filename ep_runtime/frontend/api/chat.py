@@ -24,6 +24,7 @@ from ep_runtime.frontend.reasoning_gate import MaskSource
 from ep_runtime.frontend.sampling import check_least, derive_seed, draw_seed, sampling_params, token_budget
 from ep_runtime.frontend.text_stack import ChatOptions, OutputRules, RenderedPrompt
 from ep_runtime.frontend.vision.memory import Hold
+from protocol.commands import Loops
 from protocol.messages import EpochReady, SamplingParams, Submit
 
 router = APIRouter(tags=["generation"], route_class=StrictRoute)
@@ -42,9 +43,10 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     front.check_model(body.model)
     check_tools_served(front, body)
     info = await front.reach_engine()
+    loops = front.loops(body, info)
     with front.preparing(info, body.n), front.image_memory.holding(body.n) as hold:
         prompt = await render(request, front, body, info, hold)
-        sampling = make_sampling(front, body, prompt, info)
+        sampling = make_sampling(front, body, prompt, info, loops)
         grammars = await make_grammars(front, body, prompt)
     # Time has passed in threads: what was checked at the start must still hold.
     front.open_engine()
@@ -52,7 +54,9 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     return await run(request, front, body, prompt, sampling, grammars)
 
 
-def make_sampling(front: Frontend, body: ChatRequest, prompt: RenderedPrompt, info: EpochReady) -> list[SamplingParams]:
+def make_sampling(
+    front: Frontend, body: ChatRequest, prompt: RenderedPrompt, info: EpochReady, loops: Loops | None
+) -> list[SamplingParams]:
     """Each sample's parameters."""
     budget = token_budget(len(prompt.ids), body.token_limit, info.max_model_len, front.text.defaults.max_new_tokens)
     top = (body.top_logprobs or 0) if body.logprobs else None
@@ -67,6 +71,7 @@ def make_sampling(front: Frontend, body: ChatRequest, prompt: RenderedPrompt, in
             logprobs=top,
             prompt_logprobs=body.prompt_logprobs if index == 0 else None,
             grammar=body.forces_tool or is_constrained(body),
+            loops=loops,
         )
         for index in range(body.n)
     ]
@@ -102,6 +107,7 @@ async def run(
         choices=choices,
         top=sampling[0].logprobs,
         token_ids=body.return_token_ids,
+        looped=sampling[0].loops is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
     )

@@ -50,6 +50,7 @@ class ChatChoice(BaseModel):
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    token_loops: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -66,7 +67,7 @@ class ChatCompletion(BaseModel):
 
 
 class ChatWriter:
-    """Formats one request's deltas. `top` is the number of alternatives, None for no logprobs."""
+    """Formats one request's deltas. `top` is the number of alternatives, None for no logprobs. `looped`: several loops may run."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class ChatWriter:
         choices: list[Choice],
         top: int | None,
         token_ids: bool,
+        looped: bool,
         prompt_logprobs: bool,
         include_usage: bool,
     ) -> None:
@@ -86,6 +88,7 @@ class ChatWriter:
         self._choices = choices
         self._top = top
         self._token_ids = token_ids
+        self._looped = looped
         self._prompt_logprobs = prompt_logprobs
         self._include_usage = include_usage
         self._parts: list[list[ChoiceDelta]] = [[] for _ in choices]
@@ -116,7 +119,7 @@ class ChatWriter:
         if self._top is not None:
             choice["logprobs"] = self._logprobs([delta])
         if self._token_ids:
-            choice["token_ids"] = delta.token_ids
+            choice |= self._tokens([delta])
         if delta.finish is not None:
             choice["stop_reason"] = delta.stop_reason
         events.append(self._chunk(choice))
@@ -132,7 +135,7 @@ class ChatWriter:
         """The usage, when asked for."""
         if not self._include_usage:
             return b""
-        counts = usage([self._prompt], self._choices)
+        counts = usage([self._prompt], self._choices, looped=self._looped)
         return sse({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": counts})
 
     def add(self, delta: ChoiceDelta) -> None:
@@ -145,7 +148,7 @@ class ChatWriter:
             **self._head,
             "object": "chat.completion",
             "choices": [self._choice(index, deltas) for index, deltas in enumerate(self._parts)],
-            "usage": usage([self._prompt], self._choices),
+            "usage": usage([self._prompt], self._choices, looped=self._looped),
         }
         if self._token_ids:
             body["prompt_token_ids"] = self._prompt
@@ -181,8 +184,14 @@ class ChatWriter:
             "stop_reason": deltas[-1].stop_reason,
         }
         if self._token_ids:
-            choice["token_ids"] = [token for delta in deltas for token in delta.token_ids]
+            choice |= self._tokens(deltas)
         return choice
+
+    def _tokens(self, deltas: list[ChoiceDelta]) -> dict[str, list[int]]:
+        found = {"token_ids": [token for delta in deltas for token in delta.token_ids]}
+        if self._looped:
+            found["token_loops"] = [depth for delta in deltas for depth in delta.depths]
+        return found
 
 
 def delta_message(delta: ChoiceDelta) -> dict[str, Any]:

@@ -59,6 +59,13 @@ class SamplingFields(StrictModel):
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1, description="Lower runs first")
+    max_loops: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        default=None, description="Most loops that a token runs, for looped models; the server's default when absent"
+    )
+    exit_thresholds: Annotated[list[Annotated[Finite, Field(ge=0, le=1)]], Field(fail_fast=True, max_length=128)] | None = Field(
+        default=None,
+        description="For looped models, one for each loop but the last: a token stops there when its exit score reaches it",
+    )
 
     user: str | None = Field(default=None, description="Accepted and not used")
     metadata: dict[str, Any] | None = Field(default=None, description="Accepted and not used")
@@ -100,10 +107,17 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """Loops that generated tokens ran on average; null when none was generated after the first of each sample."""
+
+    mean_loops: float | None
+
+
 class Usage(BaseModel):
-    """Tokens of a request."""
+    """Tokens of a request. `completion_tokens_details` is there when more than one loop was allowed."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None

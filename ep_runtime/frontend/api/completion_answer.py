@@ -26,6 +26,7 @@ class CompletionChoice(BaseModel):
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    token_loops: list[int] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
@@ -50,12 +51,16 @@ class _Sample:
     begun: bool = False
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
     finish: str | None = None
     stop_reason: str | int | None = None
 
 
 class CompletionWriter:
-    """Formats one request's deltas. `prompts` are (ids, text to echo or ""); `samples` is n; `silent` drops generated tokens."""
+    """Formats one request's deltas. `prompts` are (ids, text to echo or ""); `samples` is n; `silent` drops generated tokens.
+
+    `looped`: several loops may run.
+    """
 
     def __init__(
         self,
@@ -69,6 +74,7 @@ class CompletionWriter:
         echo: bool,
         silent: bool,
         token_ids: bool,
+        looped: bool,
         prompt_logprobs: bool,
         include_usage: bool,
     ) -> None:
@@ -84,6 +90,7 @@ class CompletionWriter:
         self._echo = echo
         self._silent = silent
         self._token_ids = token_ids
+        self._looped = looped
         self._prompt_logprobs = prompt_logprobs
         self._include_usage = include_usage
         self._plain = not token_ids and top is None and not silent
@@ -108,12 +115,12 @@ class CompletionWriter:
             "finish_reason": delta.finish,
         }
         if self._token_ids:
-            choice["token_ids"] = sample.token_ids
+            choice |= self._tokens(sample)
             if fresh:
                 choice["prompt_token_ids"] = sample.prompt
         if delta.finish is not None:
             choice["stop_reason"] = delta.stop_reason
-        sample.text, sample.token_ids = [], []
+        sample.text, sample.token_ids, sample.depths = [], [], []
         return sse(self._chunk(choice))
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +149,7 @@ class CompletionWriter:
         if not self._silent:
             sample.text.append(delta.content)
             sample.token_ids.extend(delta.token_ids)
+            sample.depths.extend(delta.depths)
             if sample.logprobs is not None:
                 for token, entry in zip(delta.token_ids, delta.logprobs, strict=True):
                     sample.logprobs.add(token, entry)
@@ -171,13 +179,17 @@ class CompletionWriter:
             "stop_reason": sample.stop_reason,
         }
         if self._token_ids:
-            choice["prompt_token_ids"], choice["token_ids"] = sample.prompt, sample.token_ids
+            choice["prompt_token_ids"] = sample.prompt
+            choice |= self._tokens(sample)
         if self._prompt_logprobs:
             choice["prompt_logprobs"] = prompt_entries(self._texts, sample.prompt, self._choices[index].prompt_logprobs)
         return choice
 
+    def _tokens(self, sample: _Sample) -> dict[str, list[int]]:
+        return {"token_ids": sample.token_ids, **({"token_loops": sample.depths} if self._looped else {})}
+
     def _usage(self) -> dict[str, Any]:
-        counts = usage(self._prompts, self._choices)
+        counts = usage(self._prompts, self._choices, looped=self._looped)
         if self._silent:
             counts["completion_tokens"], counts["total_tokens"] = 0, counts["prompt_tokens"]
         return counts

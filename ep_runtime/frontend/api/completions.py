@@ -22,6 +22,7 @@ from ep_runtime.frontend.grammar_driver import GrammarDriver
 from ep_runtime.frontend.reasoning_gate import MaskSource
 from ep_runtime.frontend.sampling import check_least, check_token_ids, derive_seed, draw_seed, given, sampling_params, token_budget
 from ep_runtime.frontend.text_stack import OutputRules, RenderedPrompt
+from protocol.commands import Loops
 from protocol.messages import EpochReady, Submit
 
 router = APIRouter(tags=["generation"], route_class=StrictRoute)
@@ -37,13 +38,14 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     front = frontend_of(request)
     front.check_model(body.model)
     info = await front.reach_engine()
+    loops = front.loops(body, info)
     count = len(body.prompts) * body.n
     with front.preparing(info, count):
         prompts = [await encode_prompt(front, body, prompt, info) for prompt in body.prompts]
         grammars = await make_grammars(front, body, prompts)
     group = f"cmpl-{uuid.uuid4().hex}"
     masks = [b"" if grammar is None else grammar[1] for grammar in grammars]
-    submits = make_submits(body, front.text.defaults, prompts, info, group, f"{front.engine.prefix}{group}", masks)
+    submits = make_submits(body, front.text.defaults, prompts, info, group, f"{front.engine.prefix}{group}", masks, loops)
     # Time has passed in threads: what was checked at the start must still hold.
     front.open_engine()
     front.admit(info, count)
@@ -54,7 +56,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
         min_tokens=body.min_tokens,
     )
     choices = [Choice(index, front.text.parts(prompts[index // body.n], rules)) for index in range(count)]
-    writer = make_writer(front, body, prompts, choices, group)
+    writer = make_writer(front, body, prompts, choices, group, looped=loops is not None)
     generation = front.generation(body.stream)
     drivers = [None if grammar is None else GrammarDriver(grammar[0], front.text.mask_pool) for grammar in grammars]
     generation.start(submits, choices, drivers)
@@ -69,6 +71,7 @@ def make_submits(
     group: str,
     prefix: str,
     masks: list[bytes],
+    loops: Loops | None,
 ) -> list[Submit]:
     """One Submit a sample, prompt by prompt, with ids from `prefix`. Sample i has the same seed for every prompt of a list."""
     seed = draw_seed() if body.seed is None else body.seed
@@ -90,6 +93,7 @@ def make_submits(
                 logprobs=body.logprobs,
                 prompt_logprobs=max(wanted) if wanted else None,
                 grammar=masks[index] != b"",
+                loops=loops,
             )
             submits.append(
                 Submit(
@@ -105,7 +109,7 @@ def make_submits(
 
 
 def make_writer(
-    front: Frontend, body: CompletionRequest, prompts: list[RenderedPrompt], choices: list[Choice], group: str
+    front: Frontend, body: CompletionRequest, prompts: list[RenderedPrompt], choices: list[Choice], group: str, *, looped: bool
 ) -> CompletionWriter:
     """The writer of this request's answer; a prompt given as ids is echoed as their text."""
     return CompletionWriter(
@@ -118,6 +122,7 @@ def make_writer(
         echo=body.echo,
         silent=body.max_tokens == 0,
         token_ids=body.return_token_ids,
+        looped=looped,
         prompt_logprobs=body.prompt_logprobs is not None,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
     )

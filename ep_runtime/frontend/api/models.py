@@ -15,7 +15,10 @@ router = APIRouter(tags=["models"])
 
 
 class ModelCard(BaseModel):
-    """One served name. `max_model_len` and `input_modalities` (`text`, `image`, `video`) are null until an engine has reported."""
+    """One served name. `max_model_len` and `input_modalities` (`text`, `image`, `video`) are null until an engine has reported.
+
+    `max_loops` is there for a looped model: the most that a request may ask for.
+    """
 
     id: str
     object: Literal["model"]
@@ -23,6 +26,7 @@ class ModelCard(BaseModel):
     owned_by: str
     max_model_len: int | None
     input_modalities: list[str] | None
+    max_loops: int | None = None
 
 
 class ModelList(BaseModel):
@@ -35,7 +39,7 @@ class ModelList(BaseModel):
 def model_card(front: Frontend, name: str) -> dict[str, Any]:
     """A ModelCard as plain data."""
     info = front.engine.info
-    return {
+    card = {
         "id": name,
         "object": "model",
         "created": front.started,
@@ -43,6 +47,9 @@ def model_card(front: Frontend, name: str) -> dict[str, Any]:
         "max_model_len": None if info is None else info.max_model_len,
         "input_modalities": None if info is None else front.inputs(info),
     }
+    if info is not None and info.max_loops > 1:
+        card["max_loops"] = info.max_loops
+    return card
 
 
 @router.get("/v1/models", response_model=ModelList, responses=error_responses(401))

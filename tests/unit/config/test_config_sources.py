@@ -37,6 +37,13 @@ def test_repeated_flags_make_a_list_and_switches_have_a_no_form():
     assert read_config(["--no-enable-prefix-caching"]).enable_prefix_caching is False
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--exit-thresholds", "0.5,0.25"], ["--exit-thresholds", "0.5", "--exit-thresholds", "0.25"]]
+)
+def test_thresholds_are_given_with_commas_or_one_by_one(arguments):
+    assert read_config(["--max-loops", "3", *arguments]).exit_thresholds == (0.5, 0.25)
+
+
 def test_the_token_may_lie_in_a_file(tmp_path):
     (tmp_path / "token").write_text("0123456789abcdef\n")
     assert read_config(["--token-file", str(tmp_path / "token")]).token == "0123456789abcdef"
@@ -51,7 +58,12 @@ def test_the_token_may_lie_in_a_file(tmp_path):
         (["--forward-mode", "graph", "--device", "cpu"], ["forward_mode graph", "device is cpu"]),
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], ["max_num_batched_tokens 8", "max_num_seqs 9"]),
         (["--num-blocks", "4", "--block-size", "16", "--max-model-len", "65"], ["num_blocks 4", "max_model_len 65"]),
-        (["--attention-layout", "tensor"], ["attention_layout 'tensor'", "'replicated'"]),
+        (["--max-loops", "4", "--exit-thresholds", "0.5,0.5"], ["exit_thresholds has 2 values", "max_loops 4 takes 3"]),
+        (["--exit-thresholds", "0.5"], ["exit_thresholds has 1 values", "max_loops 1 takes 0"]),
+        (["--max-loops", "2", "--exit-thresholds", "1.5"], ["exit_thresholds.0", "1.5"]),
+        (["--max-loops", "17"], ["max_loops", "16"]),
+        (["--attention-layout", "data"], ["attention_layout 'data' does not exist yet", "'replicated', 'tensor', 'auto' are"]),
+        (["--attention-layout", "heads"], ["attention_layout 'heads' is not served", "'replicated'"]),
         (["--coordinator-host", "0.0.0.0"], ["coordinator_host 0.0.0.0"]),
         (["--port", "-1"], ["port", "-1"]),
         (["--block-size", "x"], ["block_size", "'x'"]),

@@ -90,6 +90,16 @@ def test_an_interrupted_call_leaves_what_can_only_be_closed(folder: Path, monkey
         llm.generate([[5]], GREEDY)
 
 
+def test_loops_are_refused_by_a_model_that_has_none(llm: LLM, folder: Path) -> None:
+    with pytest.raises(ValueError, match="prompt 1: max_loops is for looped models"):
+        llm.generate([[5], [6]], [GREEDY, SamplingParams(max_loops=2)])
+    with pytest.raises(ValueError, match="prompt 0: exit_thresholds is for looped models"):
+        llm.generate([[5]], SamplingParams(exit_thresholds=[0.5]))
+    assert llm.generate([[5]], GREEDY)[0].outputs[0].token_loops == []
+    with pytest.raises(Exception, match="max_loops is 2; this model is not looped"):
+        LLM(str(folder), device="cpu", max_loops=2, max_num_seqs=2, max_num_batched_tokens=64)
+
+
 def test_longer_than_the_model_is_refused_at_the_start(folder: Path) -> None:
     with pytest.raises(Exception, match="max_model_len is 600; this model has 512 positions"):
         LLM(str(folder), device="cpu", max_model_len=600, max_num_seqs=2, max_num_batched_tokens=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ CONFIG = ModelConfig(
     max_positions=4096,
 )
 NEEDS = Needs(
-    config=CONFIG,
+    step_bytes=partial(scratch.step_bytes, CONFIG),
     dtype="bfloat16",
     weight_bytes=10 << 20,
     block_size=16,
@@ -82,7 +83,11 @@ def test_a_step_is_bounded_by_its_model() -> None:
     whole = replace(ATTENTION, single_chunk=True)
     assert scratch_bytes(whole, NEEDS, 8) - SCRATCH == 4 * 256 * 1000 + 72 * 256 * 1000
     moe = replace(CONFIG, moe=MoeConfig(num_experts=64, top_k=8, intermediate=4096, normalise=True))
-    sparse = replace(NEEDS, config=replace(moe, layers=(LayerConfig(kind=LayerKind.FULL, sparse=True),)), head=False)
+    sparse = replace(
+        NEEDS,
+        step_bytes=partial(scratch.step_bytes, replace(moe, layers=(LayerConfig(kind=LayerKind.FULL, sparse=True),))),
+        head=False,
+    )
     few, many = (scratch_bytes(ATTENTION, replace(sparse, held=held), 8) for held in (1, 64))
     assert many - few == 512 * 2 * 3 * 7 * 64 + 63 * 64
 

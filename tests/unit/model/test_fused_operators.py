@@ -16,13 +16,13 @@ from tests.support.weights import load_rank
 CASES = [("mixtral", "window"), ("qwen3_moe", "yarn"), ("qwen3_next", "plain"), ("qwen3_5_moe", "fused"), ("llama", "llama3")]
 
 
-def load_fused(path: Path, rank: int, world: int) -> Decoder:
+def load_fused(path: Path, rank: int, world: int, *, split: bool = False) -> Decoder:
     """The model with GPU kernels. One rank only: the interpreter is not made for threads."""
     from kernels.tuning import Tuning, TuningTable
     from model.layers.fused import FusedOperators
 
     untuned = Tuning(TuningTable("none", ()), lambda message: None)
-    return load_rank(path, rank, world, operators=FusedOperators(torch.device("cpu"), untuned, pdl=False))
+    return load_rank(path, rank, world, operators=FusedOperators(torch.device("cpu"), untuned, pdl=False), split=split)
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
@@ -40,3 +40,21 @@ def test_kernels_give_the_logits_of_the_reference(checkpoint: Callable[[str, str
     rows = ranks.logits(Part(2, third[2:3], [0]), Part(0, first[37:38], [0]), Part(1, second[17:18], [0]))
     for row, (slot, position) in zip(rows, ((2, 2), (0, 37), (1, 17)), strict=True):
         assert relative_error(row, expected[slot][position]) < 1e-4, slot
+
+
+@pytest.mark.parametrize(("family", "world"), [("qwen3_next", 4), ("qwen3", 4), ("mixtral", 2)])
+def test_kernels_take_the_sizes_of_a_rank_that_has_a_part_of_the_heads(
+    checkpoint: Callable[[str, str], Path], family: str, world: int
+) -> None:
+    """The last rank alone, whose partial sums nobody completes, beside the torch form of the same."""
+    path = checkpoint(family, "heads")
+    tokens = clear_prompt(path, 24)
+
+    def logits(fused: bool) -> torch.Tensor:
+        def load(path: Path, rank: int, _: int) -> Decoder:
+            return load_fused(path, world - 1, world, split=True) if fused else load_rank(path, world - 1, world, split=True)
+
+        ranks = Ranks(path, load=load)
+        return torch.cat([ranks.prompt(0, tokens[:21], chunk=17), *(ranks.logits(Part(0, [token])) for token in tokens[21:])])
+
+    assert relative_error(logits(fused=True), logits(fused=False)) < 1e-4

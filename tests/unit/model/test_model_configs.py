@@ -108,6 +108,7 @@ def test_supported_architectures() -> None:
         "Qwen3_5MoeForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLMoeForConditionalGeneration",
+        "TrellisForCausalLM",
     )
 
 

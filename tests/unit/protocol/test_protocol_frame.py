@@ -21,6 +21,7 @@ from protocol.commands import (
     Digest,
     Forward,
     Free,
+    Loops,
     Mixed,
     Ping,
     PrefillChunk,
@@ -39,8 +40,8 @@ from protocol.preamble import MAX_BODY, MAX_TOKENS, RECORD_ROUTING, Preamble, pa
 COUNT = 2**31 - 1
 
 
-def span(slot=0, start=0, length=1, fed=False, sampled=False, wanted=Wanted.NONE, new_blocks=()):
-    return Span(slot=slot, start=start, length=length, fed=fed, sampled=sampled, wanted=wanted, new_blocks=list(new_blocks))
+def span(slot=0, start=0, length=1, fed=False, sampled=False, wanted=Wanted.NONE, new_blocks=(), depth=0):
+    return Span(slot, start, length, fed, sampled, wanted, list(new_blocks), depth)
 
 
 def raw(cmd, body, tokens=(), *, magic=b"EPRT", version=2, epoch=7, step=9, seq_id=BATCH, flags=0, n_tokens=None, body_len=None):
@@ -58,8 +59,9 @@ def raw(cmd, body, tokens=(), *, magic=b"EPRT", version=2, epoch=7, step=9, seq_
 
 
 # Bodies spelled in msgpack by hand: fixmap 0x80 | n, fixstr 0xa0 | n, fixarray 0x90 | n, false 0xc2, true 0xc3, uint16 0xcd.
-SPAN_DECODE = b"\x97\x03\xcd\x01\xf4\x01\xc3\xc3\x01\x90"  # slot 3, start 500, length 1, fed, sampled, LAST, no blocks
-SPAN_CHUNK = b"\x97\x05\x00\x03\xc2\xc2\x92\x00\x02\x91\x08"  # slot 5, start 0, length 3, given, rows 0 and 2, block 8
+SPAN_DECODE = b"\x98\x03\xcd\x01\xf4\x01\xc3\xc3\x01\x90\x00"  # slot 3, start 500, length 1, fed, sampled, LAST, no blocks
+SPAN_CHUNK = b"\x98\x05\x00\x03\xc2\xc2\x92\x00\x02\x91\x08\x00"  # slot 5, start 0, length 3, given, rows 0 and 2, block 8
+SPAN_REPLAYED = b"\x98\x06\x09\x01\xc2\xc2\x00\x90\x03"  # slot 6, start 9, length 1, given, no logits, no blocks, depth 3
 GOLDEN = [
     (Ping(), BATCH, [], raw(18, b"\x80")),
     (Shutdown(), BATCH, [], raw(19, b"\x80")),
@@ -72,8 +74,19 @@ GOLDEN = [
         [],
         raw(
             1,
-            b"\x86\xactoken_budget\x40\xadprompt_length\x21\xa7adapter\x00\xaaowner_rank\x00"
-            b"\xadprefix_length\x10\xadprefix_blocks\x91\x04",
+            b"\x87\xactoken_budget\x40\xadprompt_length\x21\xa7adapter\x00\xaaowner_rank\x00"
+            b"\xadprefix_length\x10\xadprefix_blocks\x91\x04\xa5loops\xc0",
+            seq_id=2,
+        ),
+    ),
+    (
+        Alloc(token_budget=64, prompt_length=33, loops=Loops(3, [0.5, 1.0])),
+        2,
+        [],
+        raw(
+            1,
+            b"\x87\xactoken_budget\x40\xadprompt_length\x21\xa7adapter\x00\xaaowner_rank\x00\xadprefix_length\x00"
+            b"\xadprefix_blocks\x90\xa5loops\x92\x03\x92\xcb\x3f\xe0\0\0\0\0\0\0\xcb\x3f\xf0\0\0\0\0\0\0",
             seq_id=2,
         ),
     ),
@@ -94,6 +107,7 @@ GOLDEN = [
         raw(7, b"\x83\xa5grids\x92\x93\x02\x03\x04\x93\xcd\x01\xf4\x01\x06\xa4rows\x06\xa7skipped\x01", seq_id=2),
     ),
     (Decode(spans=[span(3, 500, 1, True, True, Wanted.LAST)]), BATCH, [], raw(3, b"\x81\xa5spans\x91" + SPAN_DECODE)),
+    (Decode(spans=[span(6, 9, depth=3)]), BATCH, [7], raw(3, b"\x81\xa5spans\x91" + SPAN_REPLAYED, [7])),
     (
         PrefillChunk(spans=[span(5, 0, 3, wanted=[0, 2], new_blocks=[8])]),
         BATCH,
@@ -123,7 +137,7 @@ def test_golden_covers_every_command_in_use():
 
 
 def test_golden_version_1():
-    body = b"\x81\xa5spans\x91\x97\x00\x00\x02\xc2\xc3\x01\x91\x00"
+    body = b"\x81\xa5spans\x91\x98\x00\x00\x02\xc2\xc3\x01\x91\x00\x00"
     payload = body + struct.pack("<2i", 5, 6)
     head = struct.pack("<4sHHIQIIII", b"EPRT", 1, 2, 7, 9, 2, len(body), zlib.crc32(payload), 0)
     assert len(head) + 4 == preamble_size(1) == 40
@@ -155,6 +169,7 @@ def spans(draw, slot, one_row=False, fed=None):
         sampled=has_last and draw(st.booleans()),
         wanted=wanted,
         new_blocks=draw(blocks),
+        depth=draw(st.integers(0, 16)),
     )
 
 
@@ -180,6 +195,7 @@ def others(draw, version=2):
             owner_rank=draw(counts),
             prefix_length=draw(counts),
             prefix_blocks=draw(blocks),
+            loops=draw(st.none() | st.builds(Loops, st.integers(1, 16), st.lists(st.floats(0, 1), max_size=15))),
         ),
         Vision: lambda: Vision(
             grids=draw(st.lists(st.builds(VisionGrid, counts, positive, positive), min_size=1, max_size=4)),
@@ -265,11 +281,15 @@ def spans_body(*parts):
     return msgspec.msgpack.encode({"spans": [list(part) for part in parts]})
 
 
+def loops_body(*loops):
+    return msgspec.msgpack.encode({"token_budget": 8, "loops": list(loops)})
+
+
 def vision_body(*grids):
     return msgspec.msgpack.encode({"grids": [list(grid) for grid in grids], "rows": 12})
 
 
-ROW = (0, 0, 1, True, False, 0, [])
+ROW = (0, 0, 1, True, False, 0, [], 0)
 MALFORMED = {
     "magic": (raw(18, b"\x80", magic=b"EPRX"), "magic"),
     "version 1 on a link of 2": (raw(18, b"\x80", version=1), "version is 1"),
@@ -307,23 +327,32 @@ MALFORMED = {
     "a grid before the prompt": (raw(7, vision_body((-1, 3, 4)), seq_id=0), "body of VISION"),
     "tokens of a VISION": (raw(7, vision_body((2, 3, 4)), [1], seq_id=0), "n_tokens is 1, VISION needs 0"),
     "no spans": (raw(3, b"\x81\xa5spans\x90"), "length >= 1"),
-    "span too short": (raw(3, spans_body(ROW[:-1])), "body of DECODE"),
+    "span too short": (raw(3, spans_body(ROW[:-2])), "body of DECODE"),
     "span too long": (raw(3, spans_body((*ROW, 0))), "body of DECODE"),
-    "length of 0": (raw(3, spans_body((0, 0, 0, False, False, 0, []))), "body of DECODE"),
+    "depth below 0": (raw(3, spans_body((*ROW[:-1], -1))), "body of DECODE"),
+    "depth past the most loops": (raw(3, spans_body((*ROW[:-1], 17))), "body of DECODE"),
+    "loops of 0": (raw(1, loops_body(0, []), seq_id=0), "body of ALLOC"),
+    "loops past the most": (raw(1, loops_body(17, []), seq_id=0), "body of ALLOC"),
+    "loops too short": (raw(1, loops_body(), seq_id=0), "body of ALLOC"),
+    "loops too long": (raw(1, loops_body(2, [], 1), seq_id=0), "body of ALLOC"),
+    "a threshold below 0": (raw(1, loops_body(2, [-0.1]), seq_id=0), "body of ALLOC"),
+    "a threshold above 1": (raw(1, loops_body(2, [1.1]), seq_id=0), "body of ALLOC"),
+    "a threshold that is no number": (raw(1, loops_body(2, [float("nan")]), seq_id=0), "body of ALLOC"),
+    "length of 0": (raw(3, spans_body((0, 0, 0, False, False, 0, [], 0))), "body of DECODE"),
     "duplicate slot": (raw(3, spans_body(ROW, (1, *ROW[1:]), ROW)), "slot 0 is named twice"),
-    "DECODE of two rows": (raw(3, spans_body((0, 0, 2, True, False, 0, [])), [1]), "length is 2"),
+    "DECODE of two rows": (raw(3, spans_body((0, 0, 2, True, False, 0, [], 0)), [1]), "length is 2"),
     "PREFILL_CHUNK fed": (raw(2, spans_body(ROW)), "fed is true for slot 0"),
     "a token too many": (raw(3, spans_body(ROW), [1]), "n_tokens is 1, DECODE needs 0"),
-    "a token missing": (raw(2, spans_body((0, 0, 2, False, False, 0, [])), [1]), "n_tokens is 1, PREFILL_CHUNK needs 2"),
+    "a token missing": (raw(2, spans_body((0, 0, 2, False, False, 0, [], 0)), [1]), "n_tokens is 1, PREFILL_CHUNK needs 2"),
     "tokens of a command without": (raw(18, b"\x80", [1]), "n_tokens is 1, PING needs 0"),
-    "negative token": (raw(2, spans_body((0, 0, 2, False, False, 0, [])), [1, -2]), "token 1 is -2"),
-    "unknown wanted": (raw(3, spans_body((0, 0, 1, True, False, 3, []))), "body of DECODE"),
-    "wanted unsorted": (raw(4, spans_body((0, 0, 3, True, False, [1, 0], [])), [1, 2]), "not ascending"),
-    "wanted twice": (raw(4, spans_body((0, 0, 3, True, False, [1, 1], [])), [1, 2]), "not ascending"),
-    "wanted out of range": (raw(4, spans_body((0, 0, 3, True, False, [3], [])), [1, 2]), "has row 3"),
-    "sampled without logits": (raw(3, spans_body((0, 0, 1, True, True, 0, []))), "sampled is true for slot 0"),
-    "sampled, last row not wanted": (raw(4, spans_body((0, 0, 3, True, True, [0, 1], [])), [1, 2]), "sampled is true"),
-    "sampled, nothing wanted": (raw(3, spans_body((0, 0, 1, True, True, [], []))), "sampled is true"),
+    "negative token": (raw(2, spans_body((0, 0, 2, False, False, 0, [], 0)), [1, -2]), "token 1 is -2"),
+    "unknown wanted": (raw(3, spans_body((0, 0, 1, True, False, 3, [], 0))), "body of DECODE"),
+    "wanted unsorted": (raw(4, spans_body((0, 0, 3, True, False, [1, 0], [], 0)), [1, 2]), "not ascending"),
+    "wanted twice": (raw(4, spans_body((0, 0, 3, True, False, [1, 1], [], 0)), [1, 2]), "not ascending"),
+    "wanted out of range": (raw(4, spans_body((0, 0, 3, True, False, [3], [], 0)), [1, 2]), "has row 3"),
+    "sampled without logits": (raw(3, spans_body((0, 0, 1, True, True, 0, [], 0))), "sampled is true for slot 0"),
+    "sampled, last row not wanted": (raw(4, spans_body((0, 0, 3, True, True, [0, 1], [], 0)), [1, 2]), "sampled is true"),
+    "sampled, nothing wanted": (raw(3, spans_body((0, 0, 1, True, True, [], [], 0))), "sampled is true"),
 }
 
 

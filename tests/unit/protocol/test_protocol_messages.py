@@ -38,7 +38,7 @@ def from_info(info):
         case msgspec.inspect.IntType():
             return st.integers(info.ge if info.ge is not None else -(2**63), info.le if info.le is not None else 2**64 - 1)
         case msgspec.inspect.FloatType():
-            return st.floats(allow_nan=False)
+            return st.floats(info.ge, info.le, allow_nan=False)
         case msgspec.inspect.StrType():
             return st.text(max_size=12)
         case msgspec.inspect.BytesType():
@@ -77,7 +77,7 @@ def test_round_trip(name, kind):
 
 
 def test_golden_bytes():
-    assert encode(Stop(reason="r", grace=0.5)) == (b"\x92\x03\x83\xa4type\xa4Stop\xa6reason\xa1r\xa5grace\xcb\x3f\xe0\0\0\0\0\0\0")
+    assert encode(Stop(reason="r", grace=0.5)) == (b"\x92\x04\x83\xa4type\xa4Stop\xa6reason\xa1r\xa5grace\xcb\x3f\xe0\0\0\0\0\0\0")
     payload = encode(Loaded(rank=3))
     assert pack_blob(payload) == struct.pack("<II", len(payload), zlib.crc32(payload)) + payload
 
@@ -91,20 +91,20 @@ def envelope(*parts):
     [
         (b"", "envelope"),
         (b"\xc1", "envelope"),
-        (envelope(3), "envelope"),
-        (envelope(3, {"type": "Loaded", "rank": 0}, 3), "envelope"),
+        (envelope(4), "envelope"),
+        (envelope(4, {"type": "Loaded", "rank": 0}, 4), "envelope"),
         (envelope("2", {"type": "Loaded", "rank": 0}), "envelope"),
-        (envelope(2, {"type": "Loaded", "rank": 0}), "version is 2"),
-        (envelope(2, "of another shape"), "version is 2"),
-        (envelope(3, {"type": "Loaded", "rank": 0}) + b"\0", "trailing"),
-        (envelope(3, {"type": "Submit"}), "Submit"),
-        (envelope(3, {"type": "Nothing"}), "Nothing"),
-        (envelope(3, {"rank": 0}), "type"),
-        (envelope(3, {"type": "Loaded"}), "rank"),
-        (envelope(3, {"type": "Loaded", "rank": -1}), "rank"),
-        (envelope(3, {"type": "Loaded", "rank": 1.5}), "rank"),
-        (envelope(3, {"type": "Loaded", "rank": 0, "more": 1}), "unknown field"),
-        (b"\x92\x03" + b"\x91" * 5000, "message"),
+        (envelope(3, {"type": "Loaded", "rank": 0}), "version is 3"),
+        (envelope(3, "of another shape"), "version is 3"),
+        (envelope(4, {"type": "Loaded", "rank": 0}) + b"\0", "trailing"),
+        (envelope(4, {"type": "Submit"}), "Submit"),
+        (envelope(4, {"type": "Nothing"}), "Nothing"),
+        (envelope(4, {"rank": 0}), "type"),
+        (envelope(4, {"type": "Loaded"}), "rank"),
+        (envelope(4, {"type": "Loaded", "rank": -1}), "rank"),
+        (envelope(4, {"type": "Loaded", "rank": 1.5}), "rank"),
+        (envelope(4, {"type": "Loaded", "rank": 0, "more": 1}), "unknown field"),
+        (b"\x92\x04" + b"\x91" * 5000, "message"),
     ],
 )
 def test_what_is_not_a_message_of_the_table_is_refused(data, named):
@@ -115,7 +115,7 @@ def test_what_is_not_a_message_of_the_table_is_refused(data, named):
 @given(st.binary(max_size=60))
 @settings(max_examples=150, deadline=None)
 def test_noise_raises_nothing_else(noise):
-    for data in (noise, b"\x92\x03" + noise):
+    for data in (noise, b"\x92\x04" + noise):
         try:
             decode(ToCoordinator, data)
         except EpFrameCorrupt:

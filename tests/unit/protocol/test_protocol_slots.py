@@ -16,6 +16,7 @@ from protocol.commands import (
     Decode,
     Digest,
     Free,
+    Loops,
     Mixed,
     Ping,
     PrefillChunk,
@@ -249,6 +250,7 @@ def test_clear_all_is_the_start_of_an_epoch(table):
         (0, "rows", 1),
         (0, "skipped", 1),
         (0, "grids", (VisionGrid(0, 1, 2),)),
+        (0, "loops", Loops(2)),
     ],
 )
 def test_digest_tells_every_field(table, slot, field, value):

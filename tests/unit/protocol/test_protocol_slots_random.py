@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from protocol.commands import BATCH, Alloc, Copy, Decode, Free, Mixed, Span, Vision, VisionGrid, Wanted
+from protocol.commands import BATCH, Alloc, Copy, Decode, Free, Loops, Mixed, Span, Vision, VisionGrid, Wanted
 from protocol.errors import EpCommandFailed
 from protocol.slots import (
     Change,
@@ -22,13 +22,21 @@ from protocol.slots import (
 )
 
 LIMITS = SlotLimits(
-    max_slots=4, num_blocks=12, block_size=4, max_length=24, max_rows=16, world=2, max_adapter=1, max_vision_rows=12
+    max_slots=4,
+    num_blocks=12,
+    block_size=4,
+    max_length=24,
+    max_rows=16,
+    world=2,
+    max_adapter=1,
+    max_vision_rows=12,
+    max_loops=3,
 )
 
 
-def span(slot, start, length, blocks=(), fed=False, sampled=False):
+def span(slot, start, length, blocks=(), fed=False, sampled=False, depth=0):
     wanted = Wanted.LAST if sampled else Wanted.NONE
-    return Span(slot=slot, start=start, length=length, fed=fed, sampled=sampled, wanted=wanted, new_blocks=list(blocks))
+    return Span(slot, start, length, fed, sampled, wanted, list(blocks), depth)
 
 
 def positions(grids):
@@ -67,17 +75,27 @@ class Slots(RuleBasedStateMachine):
         return True
 
     @staticmethod
-    def new(blocks, length, budget, prompt=0, grids=()):
+    def new(blocks, length, budget, prompt=0, grids=(), most=1):
         """What the model says of a slot that has just been filled. Its images' rows are those of grids not yet passed."""
         state = {"blocks": blocks, "length": length, "budget": budget, "feed": False, "poisoned": False}
-        return state | {"prompt": prompt, "grids": grids, "rows": 0}
+        return state | {"prompt": prompt, "grids": grids, "rows": 0, "most": most}
 
-    @rule(slot=st.integers(0, 4), budget=st.integers(1, 25), spare=st.integers(-1, 8))
-    def alloc(self, slot, budget, spare):
+    @rule(
+        slot=st.integers(0, 4),
+        budget=st.integers(1, 25),
+        spare=st.integers(-1, 8),
+        short=st.booleans(),
+        loops=st.sampled_from([(1, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 2), (4, 0), (3, 1)]),
+    )
+    def alloc(self, slot, budget, spare, short, loops):
         prompt = max(0, budget - spare)
+        most, thresholds = loops
+        if most > 1 and short:
+            prompt = min(prompt, 4)
         allowed = slot < 4 and slot not in self.model and budget <= 24 and prompt <= budget
-        if self.attempt(Alloc(token_budget=budget, prompt_length=prompt), slot, allowed):
-            self.model[slot] = self.new([], 0, budget, prompt)
+        allowed &= most <= 3 and thresholds in (0, most - 1) and (most == 1 or prompt > 0)
+        if self.attempt(Alloc(token_budget=budget, prompt_length=prompt, loops=Loops(most, [0.5] * thresholds)), slot, allowed):
+            self.model[slot] = self.new([], 0, budget, prompt, most=most)
 
     @rule(slot=st.integers(0, 3), source=st.integers(0, 3), count=st.integers(1, 3), budget=st.integers(1, 24))
     def alloc_prefix(self, slot, source, count, budget):
@@ -109,6 +127,9 @@ class Slots(RuleBasedStateMachine):
         for slot in slots:
             sequence = self.model.get(slot, self.new([], 0, 0))
             length = data.draw(st.integers(1, 9))
+            depth = data.draw(st.sampled_from([0, 0, 0, 0, 0, 1, 3]))
+            if sequence["most"] > 1 and data.draw(st.integers(0, 4)):
+                length = 1 if sequence["length"] else max(1, sequence["prompt"])
             fed = data.draw(st.booleans())
             end = sequence["length"] + length
             need = max(0, -(-end // 4) - len(sequence["blocks"]))
@@ -118,9 +139,16 @@ class Slots(RuleBasedStateMachine):
             rows += length
             allowed &= slot in self.model and not sequence["poisoned"] and end <= sequence["budget"]
             allowed &= sequence["feed"] or not fed
+            if sequence["most"] == 1:
+                allowed &= depth == 0
+            elif sequence["length"] == 0:
+                allowed &= length == sequence["prompt"] and depth == 0
+            else:
+                allowed &= length == 1 and sequence["length"] >= sequence["prompt"]
+                allowed &= depth == 0 or (depth <= sequence["most"] and not fed)
             allowed &= total * 4 >= end and (not count or total <= -(-sequence["budget"] // 4))
             allowed &= not (set(blocks) & self.held()) and len(set(blocks)) == count
-            spans.append(span(slot, sequence["length"], length, blocks, fed, data.draw(st.booleans())))
+            spans.append(span(slot, sequence["length"], length, blocks, fed, data.draw(st.booleans()), depth))
         given_blocks = [block for part in spans for block in part.new_blocks]
         allowed &= len(set(given_blocks)) == len(given_blocks) and rows <= 16
         if self.attempt(Mixed(spans=spans), BATCH, allowed):
@@ -179,7 +207,7 @@ class Slots(RuleBasedStateMachine):
         command = Copy(source=source, length=length, token_budget=budget, shared_blocks=shared, block_pairs=pairs)
         if self.attempt(command, slot, allowed):
             blocks = [*shared, *(block for _, block in pairs)]
-            self.model[slot] = self.new(blocks, length, budget, origin["prompt"], origin["grids"])
+            self.model[slot] = self.new(blocks, length, budget, origin["prompt"], origin["grids"], origin["most"])
 
     @rule(slot=st.integers(0, 3))
     def fail(self, slot):
@@ -201,6 +229,7 @@ class Slots(RuleBasedStateMachine):
                 "prompt": state.prompt_length,
                 "grids": state.grids,
                 "rows": state.rows,
+                "most": 1 if state.loops is None else state.loops.most,
             }
             for slot, state in enumerate(self.table)
             if state is not None

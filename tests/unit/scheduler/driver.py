@@ -6,12 +6,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from fake_device import CommandFailed, FakeDevice, prompt_logprob, rendered, run_alone
+from fake_device import CommandFailed, FakeDevice, prompt_logprob, rendered, run_alone, run_looped, several
 
 from ep_runtime.engine.vision.cache import EncodedImages
 from ep_runtime.scheduler.core import Plan, SchedulerLimits, StepResult
 from ep_runtime.scheduler.scheduler import Scheduler
 from ep_runtime.scheduler.slots import SlotState
+from protocol.commands import Span
 from protocol.messages import SamplingParams, SequenceUpdate, Submit, VisionInput
 from protocol.vision import pixel_digest
 
@@ -29,7 +30,7 @@ def limits(**changes) -> SchedulerLimits:
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 4, **changes) -> Submit:
-    names = ("group", "priority", "generated", "adapter", "suspicions", "images")
+    names = ("group", "priority", "generated", "adapter", "suspicions", "images", "depths")
     message = {name: changes.pop(name) for name in names if name in changes}
     message.setdefault("group", request_id)
     return Submit(
@@ -63,6 +64,7 @@ class Answer:
     """What the client of one request has seen."""
 
     tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
     final: SequenceUpdate | None = None
     prompt_logprobs: dict[int, object] = field(default_factory=dict)
     cached: int = 0
@@ -133,6 +135,9 @@ class Driver:
             answer = self.answers[update.request_id]
             assert answer.final is None, f"{update.request_id} gets an update after its terminal one"
             answer.tokens += update.tokens
+            answer.depths += update.depths
+            looped = several(self.messages[update.request_id]) is not None
+            assert len(update.depths) == len(update.tokens) * looped, "depths are not those of the tokens"
             for index, entry in enumerate(update.prompt_logprobs or []):
                 position = update.prompt_start + index
                 assert position not in answer.prompt_logprobs
@@ -241,24 +246,55 @@ class Driver:
         assert (stats.running, stats.waiting) == (0, 0)
         assert all(answer.final is not None for answer in self.answers.values())
 
+    def rows(self) -> list[tuple[Span, Submit]]:
+        """The spans of all plans, in order, and whose they are."""
+        owned = (zip(plan.spans, plan.owners, strict=True) for plan in self.plans)
+        return [(span, self.messages[owner]) for plan in owned for span, owner in plan]
+
     def check_answers(self) -> None:
         """Finished requests got what they would get alone; ended ones a beginning of it."""
-        for request_id, message in self.messages.items():
-            answer, sampling = self.answers[request_id], message.sampling
-            stops = frozenset(sampling.stop_token_ids)
-            if not sampling.ignore_eos:
-                stops |= set(self.limits.eos_token_ids)
-            tokens, finish = run_alone(rendered(message), sampling.max_tokens, stops, sampling.min_tokens)
-            assert tokens[: len(message.generated)] == message.generated
-            expected = tokens[len(message.generated) :]
-            assert answer.final is not None
-            if answer.final.finish in ("stop", "length"):
-                assert answer.tokens == expected, request_id
-                assert answer.final.finish == finish
-                assert answer.final.stop_token == (tokens[-1] if finish == "stop" else None)
-                self._check_prompt_logprobs(message, answer)
-            else:
-                assert answer.tokens == expected[: len(answer.tokens)]
+        for request_id in self.messages:
+            self.check_answer(request_id)
+
+    def check_answer(self, request_id: str) -> None:
+        message, answer = self.messages[request_id], self.answers[request_id]
+        sampling = message.sampling
+        stops = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= set(self.limits.eos_token_ids)
+        if several(message) is not None:
+            self._check_looped(message, answer, stops)
+            return
+        tokens, finish = run_alone(rendered(message), sampling.max_tokens, stops, sampling.min_tokens)
+        assert tokens[: len(message.generated)] == message.generated
+        expected = tokens[len(message.generated) :]
+        assert answer.final is not None
+        if answer.final.finish in ("stop", "length"):
+            assert answer.tokens == expected, request_id
+            assert answer.final.finish == finish
+            assert answer.final.stop_token == (tokens[-1] if finish == "stop" else None)
+            self._check_prompt_logprobs(message, answer)
+        else:
+            assert answer.tokens == expected[: len(answer.tokens)]
+
+    def _check_looped(self, message: Submit, answer: Answer, stops: frozenset[int]) -> None:
+        """The tokens are those that the noted loops give; no loops are lost or out of their range."""
+        loops, sampling = message.sampling.loops, message.sampling
+        tokens, depths = [*message.generated, *answer.tokens], [*message.depths, *answer.depths]
+        assert answer.final is not None
+        if answer.final.status == 400:
+            return
+        assert tokens == run_looped(rendered(message), depths), message.request_id
+        assert depths[:1] in ([], [0])
+        assert all((1 if loops.thresholds else loops.most) <= depth <= loops.most for depth in depths[1:])
+        ends = [count for count, token in enumerate(tokens, 1) if token in stops and count >= sampling.min_tokens]
+        most = min([*ends, sampling.max_tokens])
+        assert len(tokens) <= most
+        if answer.final.finish in ("stop", "length"):
+            assert len(tokens) == most
+            assert answer.final.finish == ("stop" if most in ends else "length")
+            assert answer.final.stop_token == (tokens[-1] if most in ends else None)
+            self._check_prompt_logprobs(message, answer)
 
     def _check_prompt_logprobs(self, message: Submit, answer: Answer) -> None:
         expected = {}

@@ -1,18 +1,21 @@
 """An independent model of what ranks do with plans: the oracle of cache correctness for the scheduler's tests.
 
-Cache cells hold (token, position); where a prompt has an image, the token is a code of the image's contents. A sampled token is a
-function of the tokens that attention reads through the block table, so a wrong block gives a wrong token, besides failing an
-assertion here.
+Cache cells hold (token, position, loops); where a prompt has an image, the token is a code of the image's contents. A sampled token
+is a function of the tokens that attention reads through the block table, so a wrong block gives a wrong token, besides failing an
+assertion here. With several loops it is also one of the loops that each row behind the prompt has run. How many a new row runs is
+drawn, and drawn again if it is computed anew: only what was noted of it can give the same tokens.
 """
 
 from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from ep_runtime.scheduler.core import Plan, SpanResult, StepResult
-from protocol.commands import Wanted
+from protocol.commands import Loops, Wanted
 from protocol.messages import Submit, TokenLogprobs, VisionInput
 
 VOCAB = 50
@@ -20,8 +23,23 @@ PLACEHOLDER = 49
 """In a prompt; a generated one is a token like any other."""
 
 
-def next_token(prefix: list[int]) -> int:
-    return zlib.crc32(array("i", prefix).tobytes()) % VOCAB
+def next_token(prefix: list[int], depths: Sequence[int] = ()) -> int:
+    """After these tokens; `depths` are the loops of the rows behind the prompt, for several loops."""
+    return zlib.crc32(array("i", [*prefix, *depths]).tobytes()) % VOCAB
+
+
+def several(message: Submit) -> Loops | None:
+    """The loops of a request, when they are more than one."""
+    loops = message.sampling.loops
+    return loops if loops is not None and loops.most > 1 else None
+
+
+def run_looped(prompt: list[int], depths: Sequence[int]) -> list[int]:
+    """Generated tokens with several loops, one for each of `depths`: 0, then the loops of each row behind the prompt."""
+    tokens = list(prompt)
+    for count in range(1, len(depths) + 1):
+        tokens.append(next_token(tokens, depths[:count]))
+    return tokens[len(prompt) :]
 
 
 def run_alone(prompt: list[int], max_tokens: int, stops: frozenset[int], min_tokens: int = 0) -> tuple[list[int], str]:
@@ -66,6 +84,9 @@ class Slot:
     last: int | None = None
     poisoned: bool = False
     request_id: str = ""
+    loops: Loops | None = None
+    depths: list[int] = field(default_factory=list)
+    """With loops: 0 for the prompt, then those of each row behind it."""
     images: dict[int, VisionInput] = field(default_factory=dict)
     """By position, those whose rows are held."""
 
@@ -82,8 +103,11 @@ class FakeDevice:
     """By request, for its images, and for prompt logprobs: the row before a chunk's end is scored against the token after it."""
     max_image_tokens: int = 0
     slots: list[Slot | None] = field(init=False)
-    cells: list[list[tuple[int, int] | None]] = field(init=False)
+    cells: list[list[tuple[int, int, Loops | None] | None]] = field(init=False)
     steps: int = 0
+    exits: Random = field(default_factory=lambda: Random(0))
+    flaky: float = 0.0
+    """How probable it is that a forward fails, whoever is in it."""
 
     def __post_init__(self) -> None:
         self.slots = [None] * self.max_slots
@@ -102,6 +126,9 @@ class FakeDevice:
                 alloc.token_budget, list(alloc.prefix_blocks), alloc.prefix_length, alloc.prefix_length, request_id=alloc.request_id
             )
             self._show(self.slots[alloc.slot], alloc)
+            self.slots[alloc.slot].loops = several(self.messages[alloc.request_id])
+            assert alloc.loops == self.slots[alloc.slot].loops
+            assert alloc.loops is None or not alloc.prefix_length, "a prefix cannot stand for loops"
         held = sum(len(slot.images) for slot in self.slots if slot is not None)
         assert held <= self.max_image_tokens, f"{held} rows of images are held"
 
@@ -130,7 +157,8 @@ class FakeDevice:
         for slot, owner in zip(slots, plan.owners, strict=True):
             assert slot is not None, "a span names an EMPTY slot"
             assert slot.request_id == owner
-        if any(slot.poisoned for slot in slots) or self.evil.intersection(plan.owners):
+        flaked = bool(slots) and self.exits.random() < self.flaky
+        if any(slot.poisoned for slot in slots) or self.evil.intersection(plan.owners) or flaked:
             for slot in slots:
                 slot.poisoned = True
             raise CommandFailed
@@ -150,6 +178,10 @@ class FakeDevice:
         if span.fed:
             assert slot.last is not None, "fed, but the last row sampled nothing"
             rows = [slot.last, *rows]
+        if slot.loops is not None:
+            self._loop(slot, span)
+        else:
+            assert span.depth == 0, "the loops of a row of one"
         others = {block for other in self.slots if other is not None and other is not slot for block in other.table}
         for position, token in enumerate(rows, span.start):
             block = slot.table[position // self.block_size]
@@ -160,12 +192,26 @@ class FakeDevice:
                 image = slot.images.get(position)
                 assert (token == PLACEHOLDER) == (image is not None), f"position {position} has token {token}, and {image}"
                 token = token if image is None else code(image, position)
-            self.cells[block][position % self.block_size] = (token, position)
+            self.cells[block][position % self.block_size] = (token, position, slot.loops)
         slot.length += span.length
         if slot.images and max(slot.images) < slot.length:
             slot.images = {}
         assert len(slot.table) == -(-slot.length // self.block_size), "blocks are sent early or late"
         slot.last = None
+
+    def _loop(self, slot, span) -> None:
+        """The prompt is one piece, the rows behind it come one by one: replayed, not sampled, up to the last known token."""
+        prompt, loops = len(self.messages[slot.request_id].prompt), slot.loops
+        if span.start < prompt:
+            assert (span.start, span.length, span.depth) == (0, prompt, 0), "a prompt of several loops is cut"
+            slot.depths = [0]
+            return
+        assert span.length == 1, "rows of several loops in one piece"
+        assert not (span.fed and span.depth), "a row that is new has run before"
+        assert not (span.sampled and span.depth), "a row whose next token is known is sampled"
+        assert span.sampled or 1 <= span.depth <= loops.most, "a replayed row has lost its loops"
+        drawn = self.exits.randint(1, loops.most) if loops.thresholds else loops.most
+        slot.depths.append(span.depth or drawn)
 
     def _read(self, slot, span) -> SpanResult:
         prefix = []
@@ -173,14 +219,16 @@ class FakeDevice:
             cell = self.cells[slot.table[position // self.block_size]][position % self.block_size]
             assert cell is not None
             assert cell[1] == position, f"position {position} reads what was written for {cell[1]}"
+            assert cell[2] == slot.loops, f"position {position} is of {cell[2]}, not {slot.loops}"
             prefix.append(cell[0])
         token = None
         if span.sampled:
             assert span.wanted in (Wanted.LAST, Wanted.ALL)
-            token = slot.last = next_token(prefix)
+            token = slot.last = next_token(prefix, slot.depths)
+        depth = slot.depths[-1] if slot.depths else 0
         if span.wanted is not Wanted.ALL:
-            return SpanResult(token=token)
+            return SpanResult(token=token, depth=depth)
         prompt = self.messages[slot.request_id].prompt
         ends = range(span.start + 1, min(slot.length + 1, len(prompt)))
         scores = [prompt_logprob(prefix[:end], prompt[end]) for end in ends]
-        return SpanResult(token=token, prompt_start=span.start + 1, prompt_logprobs=scores)
+        return SpanResult(token=token, prompt_start=span.start + 1, prompt_logprobs=scores, depth=depth)

@@ -6,9 +6,11 @@ from random import Random
 
 import pytest
 from driver import Driver, limits, picture, random_prompt, request
-from fake_device import PLACEHOLDER, rendered, run_alone
+from fake_device import PLACEHOLDER, rendered, run_alone, run_looped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from protocol.commands import Loops
 
 
 def random_limits(random: Random):
@@ -31,6 +33,7 @@ def random_limits(random: Random):
         max_queue=random.choice([2, 1000, 1000]),
         max_scored_rows=multiple + random.choice([0, 3, 1000]),
         max_image_tokens=random.choice([5, 9, 9, 20]),
+        max_loops=random.choice([1, 4, 4]),
     )
 
 
@@ -49,7 +52,15 @@ def random_images(random: Random, prompt: list[int], positions: int) -> tuple[li
     return [*out, *text][:positions], images
 
 
-def random_messages(random: Random, number: int, positions: int) -> list:
+def random_loops(random: Random, most: int) -> Loops | None:
+    """Of a request to a model that runs its core `most` times."""
+    loops = random.choice([None, None, 1, *range(2, most + 1)])
+    if loops is None:
+        return None
+    return Loops(loops, [0.5] * random.choice([0, loops - 1, loops - 1]))
+
+
+def random_messages(random: Random, number: int, positions: int, max_loops: int = 1) -> list:
     """One HTTP request: n sequences of one group, nearly always of at most `positions` tokens; some are replayed."""
     common = [7] * random.choice([0, 0, 6, 13])
     prompt, images = random_images(random, common + random_prompt(random, 14, random.choice([2, 50])), positions)
@@ -60,13 +71,18 @@ def random_messages(random: Random, number: int, positions: int) -> list:
         "min_tokens": random.choice([0, 0, 3]),
         "prompt_logprobs": random.choice([None, None, None, 1]),
         "grammar": random.random() < 0.25,
+        "loops": random_loops(random, max_loops),
     }
-    generated = []
+    generated, depths, loops = [], [], sampling["loops"]
     if random.random() < 0.2 and max_tokens > 1:
         # Stops of any kind are left out, so the replayed beginning is one that did not end.
         sampling |= {"ignore_eos": True, "stop_token_ids": []}
         shown = rendered(request("", prompt, images=images))
-        generated = run_alone(shown, max_tokens, frozenset())[0][: random.randint(1, max_tokens - 1)]
+        known = random.randint(1, max_tokens - 1)
+        generated = run_alone(shown, max_tokens, frozenset())[0][:known]
+        if loops is not None and loops.most > 1:
+            depths = [0] + [random.randint(1 if loops.thresholds else loops.most, loops.most) for _ in range(known - 1)]
+            generated = run_looped(shown, depths)
     count = random.choice([1, 1, 1, 2, 4])
     return [
         request(
@@ -76,6 +92,7 @@ def random_messages(random: Random, number: int, positions: int) -> list:
             group=str(number),
             priority=random.choice([0, 0, 0, -1, 3]),
             generated=list(generated),
+            depths=list(depths),
             images=images,
             adapter=number % 2,
             suspicions=random.choice([0, 0, 0, 0, 1, 2, 3]),
@@ -91,7 +108,7 @@ def drive(seed: int, *, requests: int, aborts: float, discards: float, evil: flo
     positions = min(bound.max_model_len, bound.num_blocks * bound.block_size)
     if bound.single_chunk:
         positions = min(positions, bound.max_batch_tokens)
-    pending = [message for n in range(requests) for message in random_messages(random, n, positions)]
+    pending = [message for n in range(requests) for message in random_messages(random, n, positions, bound.max_loops)]
     named = frozenset(message.request_id for message in pending if random.random() < evil)
     digests = sorted({image.digest for message in pending for image in message.images})
     driver = Driver(
@@ -168,9 +185,9 @@ def test_an_image_that_cannot_be_encoded_ends_those_who_show_it_alone(seed):
 def test_plans_are_a_function_of_the_calls(depth):
     def plans() -> list:
         random = Random(depth)
-        driver = Driver(limits(num_blocks=12, prefix_cache=True, max_image_tokens=9), depth=depth)
+        driver = Driver(limits(num_blocks=12, prefix_cache=True, max_image_tokens=9, max_loops=3), depth=depth)
         for number in range(30):
-            for message in random_messages(random, number, 40):
+            for message in random_messages(random, number, 40, 3):
                 driver.submit(message)
         driver.run()
         return driver.plans

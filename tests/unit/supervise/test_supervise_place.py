@@ -150,9 +150,11 @@ def test_models_that_cannot_be_had_are_refused_by_name(tmp_path, monkeypatch):
 
 def test_the_frontend_is_told_what_concerns_it(tmp_path):
     config = RuntimeConfig(
-        model="org/name", served_model_name="m", port=9, api_key="k", cors_origins=("o",), max_queue=3, drain_timeout=0
-    )
+        model="org/name", served_model_name="m", port=9, api_key="k", cors_origins=("o",), max_queue=3, drain_timeout=0,
+        max_loops=2, exit_thresholds=(0.5,),
+    )  # fmt: skip
     told = frontend_config(config, tmp_path, tmp_path)
     assert (told.model, told.runtime_dir, told.served_model_name) == (str(tmp_path), str(tmp_path), ("m",))
     assert (told.port, told.api_keys, told.cors_origins, told.max_queue) == (9, ("k",), ("o",), 3)
+    assert (told.max_loops, told.exit_thresholds) == (2, (0.5,))
     assert (told.tool_call_parser, told.reasoning_parser) == ("auto", "auto")

@@ -27,10 +27,9 @@ def make(
     model = build_model(config, ModelSettings(**settings), seed=seed)
     for key, parameter in sorted(model.named_parameters()):
         generator = torch.Generator().manual_seed(sum(key.encode()) + seed)
-        noise = torch.randn(parameter.shape, generator=generator) if "bank" not in key and "proj" not in key else None
         with torch.no_grad():
             if "gain" in key or key.endswith((".B", "w_g")) or "routers" in key or "exit_heads" in key:
-                parameter += 0.1 * stir * noise
+                parameter += 0.1 * stir * torch.randn(parameter.shape, generator=generator)
     return model.to(dtype)
 
 
