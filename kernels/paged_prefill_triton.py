@@ -171,7 +171,8 @@ def _attend(
     return summed, top, total
 
 
-@triton.jit
+# How wide block tables are changes from step to step.
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     q,
     k_cache,

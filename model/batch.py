@@ -260,33 +260,44 @@ class _Layout:
 
 
 class _Packed:
-    """Index arrays that travel to the device in one copy: the 64-bit ones first, so that all are aligned."""
+    """Index arrays that travel to the device in one copy.
+
+    Each starts at a multiple of 16 bytes: kernels are compiled for pointers that do and again for those that do not, so that
+    otherwise nearly every mix of lengths would compile its own.
+    """
+
+    _ALIGN = 16
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = device
-        self._longs: list[Array] = []
-        self._ints: list[Array] = []
-        self._views: tuple[torch.Tensor, ...] = ()
+        self._arrays: list[Array] = []
+        self._views: list[torch.Tensor] = []
 
     def long(self, values: Array | Sequence[int]) -> Callable[[], torch.Tensor]:
         """Add an array of int64; the answer gives its tensor once all are sent."""
-        self._longs.append(np.asarray(values, dtype=np.int64))
-        number = len(self._longs) - 1
-        return lambda: self._views[number]
+        return self._add(np.asarray(values, dtype=np.int64))
 
     def int(self, values: Array | Sequence[int]) -> Callable[[], torch.Tensor]:
         """Add an array of int32; the answer gives its tensor once all are sent."""
-        self._ints.append(np.asarray(values, dtype=np.int32))
-        number = len(self._ints) - 1
-        return lambda: self._views[len(self._longs) + number]
+        return self._add(np.asarray(values, dtype=np.int32))
+
+    def _add(self, array: Array) -> Callable[[], torch.Tensor]:
+        self._arrays.append(array)
+        number = len(self._arrays) - 1
+        return lambda: self._views[number]
 
     def send(self) -> None:
         """Copy everything and cut it up again."""
-        longs = np.concatenate(self._longs)
-        ints = np.concatenate(self._ints)
-        data = torch.from_numpy(np.concatenate((longs.view(np.int32), ints))).to(self._device, non_blocking=True)
-        wide = data[: 2 * len(longs)].view(torch.int64)
-        self._views = (
-            *wide.split([len(part) for part in self._longs]),
-            *data[2 * len(longs) :].split([len(part) for part in self._ints]),
-        )
+        starts, end = [], 0
+        for array in self._arrays:
+            starts.append(end)
+            end += -(-array.nbytes // self._ALIGN) * self._ALIGN
+        packed = np.zeros(end, dtype=np.uint8)
+        for array, start in zip(self._arrays, starts, strict=True):
+            packed[start : start + array.nbytes] = array.view(np.uint8)
+        data = torch.from_numpy(packed).to(self._device, non_blocking=True)
+        kinds = {8: torch.int64, 4: torch.int32}
+        self._views = [
+            data[start : start + array.nbytes].view(kinds[array.itemsize])
+            for array, start in zip(self._arrays, starts, strict=True)
+        ]

@@ -44,6 +44,15 @@ def test_index_arrays() -> None:
     assert {batch.wanted_rows.dtype, batch.kv_places.dtype, batch.single_rows.dtype} == {torch.int64}
 
 
+def test_every_index_array_starts_where_kernels_are_compiled_for() -> None:
+    """Triton compiles a kernel once more for each pointer that is no multiple of 16 bytes."""
+    batch = ForwardBatch.from_spans(**SPANS)
+    arrays = [value for value in (getattr(batch, name) for name in batch.__slots__) if isinstance(value, torch.Tensor)]
+    packed = [array for array in arrays if array is not SPANS["token_ids"]]
+    assert len(packed) == 11
+    assert [array.storage_offset() * array.element_size() % 16 for array in packed] == [0] * len(packed)
+
+
 def test_decode_rows_alone() -> None:
     batch = ForwardBatch.from_spans(
         **SPANS | {"query_lens": [1, 1, 1], "kv_write_from": [0, 8, 4], "wanted_rows": [], "token_ids": torch.arange(3)}
