@@ -193,7 +193,8 @@ def _store_out(out, gate, value, row, element, here, gate_stride, WIDTH: tl.cons
     tl.store(out + row * WIDTH + element, value.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["splits"])
+# How wide block tables are changes from step to step where no graph has them.
+@triton.jit(do_not_specialize=["splits", "table_stride"])
 def _decode_kernel(
     q,
     k_cache,

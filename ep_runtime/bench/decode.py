@@ -18,7 +18,9 @@ from ep_runtime.bench.steps import Arrival, steady_intervals, summarise
 COLUMNS = {
     "batch": "batch",
     "step_ms": "ms/step",
+    "mean_ms": "mean",
     "p90_ms": "p90",
+    "longest_ms": "longest",
     "tokens_per_s": "tokens/s",
     "floor_ms": "floor ms",
     "ratio": "step/floor",
@@ -95,6 +97,7 @@ def measure(session: Session, prompts: list[list[int]], new_tokens: int) -> dict
         "step_ms": times.median,
         "mean_ms": times.mean,
         "p90_ms": times.p90,
+        "longest_ms": times.longest,
         "steps": times.steps,
         "tokens_per_s": batch / times.median * 1e3,
         "floor_ms": floor,

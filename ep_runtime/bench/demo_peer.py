@@ -1,6 +1,6 @@
 """The peer of the demo benchmark: transformers' MixtralForCausalLM on the same checkpoint, one token at a time.
 
-Run as a process of its own by `ep_runtime.bench demo`; the only module that imports transformers.
+Run as a process of its own by `ep_runtime.bench demo`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ep_runtime.bench.steps import SETTLE
+from ep_runtime.bench.transformers_cache import cache_argument
 
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 """transformers' ways to run experts; the fastest of them here is measured."""
@@ -74,12 +75,15 @@ def _fastest(model: Any, prompt: list[int]) -> str:
 @torch.inference_mode()
 def _generate(model: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
     """Greedy tokens, and the milliseconds of each step after the prompt's. A bare loop: `generate` adds time of its own."""
-    output = model(input_ids=torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+    from transformers import DynamicCache
+
+    cache = cache_argument(model, DynamicCache(config=model.config))
+    output = model(input_ids=torch.tensor([prompt]), **cache, use_cache=True, logits_to_keep=1)
     token = output.logits[:, -1].argmax(-1, keepdim=True)
     tokens, times = [int(token)], []
     for _ in range(new_tokens - 1):
         start = time.perf_counter()
-        output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+        output = model(input_ids=token, **cache, use_cache=True)
         token = output.logits[:, -1].argmax(-1, keepdim=True)
         tokens.append(int(token))
         times.append(1e3 * (time.perf_counter() - start))

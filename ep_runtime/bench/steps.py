@@ -21,11 +21,12 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """Milliseconds of steady decode steps: median, mean, 90th percentile, and how many there were."""
+    """Milliseconds of steady decode steps: median, mean, 90th percentile, the longest, and how many there were."""
 
     median: float
     mean: float
     p90: float
+    longest: float
     steps: int
 
 
@@ -43,5 +44,6 @@ def summarise(intervals: Sequence[float]) -> StepTimes:
         median=statistics.median(intervals),
         mean=statistics.fmean(intervals),
         p90=statistics.quantiles(intervals, n=10, method="inclusive")[-1],
+        longest=max(intervals),
         steps=len(intervals),
     )

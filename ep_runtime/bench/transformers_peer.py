@@ -21,6 +21,7 @@ import transformers
 
 from ep_runtime.bench.peer import Cell
 from ep_runtime.bench.session import random_prompts
+from ep_runtime.bench.transformers_cache import cache_argument
 from ep_runtime.engine.main import pick_device
 from ep_runtime.engine.rank import choose_dtype
 
@@ -66,14 +67,14 @@ class Peer:
         """Greedy: seconds of the prompts, milliseconds a step after them, the first sequence's tokens. ids: `[batch, length]`."""
         if way[0]:
             self._model.set_experts_implementation(way[0])
-        cache = self._cache(way[1], ids.shape[1] + new_tokens)
+        cache = cache_argument(self._model, self._cache(way[1], ids.shape[1] + new_tokens))
         started = self._now()
-        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self._model(input_ids=ids, **cache, use_cache=True, logits_to_keep=1)
         token = output.logits[:, -1].argmax(-1, keepdim=True)
         prompted = self._now()
         tokens = [token]
         for _ in range(new_tokens - 1):
-            output = self._model(input_ids=token, past_key_values=cache, use_cache=True)
+            output = self._model(input_ids=token, **cache, use_cache=True)
             token = output.logits[:, -1].argmax(-1, keepdim=True)
             tokens.append(token)
         ended = self._now()

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from ep_runtime.engine.block_tables import BlockTables
-from ep_runtime.engine.digest import StateDigest, log_slots
+from ep_runtime.engine.digest import StateDigest, log_slots, read_sums
 from ep_runtime.engine.graphs import DecodeGraphs
 from ep_runtime.engine.staging import upload
 from ep_runtime.engine.vision.forward import batch_positions, inserted_rows, placeholder_fault
 from ep_runtime.engine.vision.rows import VisionRows
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput, LoopRows
-from model.state.checksum import checksum, combine, mix
+from model.state.checksum import checksum, mix
 from protocol.commands import Alloc, Body, Copy, Digest, Forward, Free, Span, Vision, Wanted, Warm
 from protocol.errors import EpCommandFailed
 from protocol.preamble import RECORD_ROUTING
@@ -55,6 +55,9 @@ class EpochCommunicator(Communicator, Protocol):
         ...
 
 
+RECORDED = ("routing", "inputs", "outputs")
+"""What a forward's output has beyond its results when the command asks for it, as sections of a digest."""
+
 Choose = Callable[[ForwardOutput, Forward], torch.Tensor]
 """Takes a forward's wanted rows; gives the tokens `[n] int64` of its sampled spans, on workers a buffer for the head's."""
 
@@ -79,9 +82,7 @@ class Executor:
         self._state = state
         self._device = device
         self._last_tokens = torch.zeros(limits.max_slots, dtype=torch.int64, device=device)
-        self._routing_digest = 0
-        self._inputs_digest = 0
-        self._outputs_digest = 0
+        self._recorded: dict[str, torch.Tensor] = {}
         spec = model.spec()
         self._vocab_size = spec.vocab_size
         self._vision = spec.vision
@@ -185,13 +186,9 @@ class Executor:
         """
         # A failed forward leaves its slots' state as each rank had got to: unknown, and not to be compared.
         live = [s.slot for s in slots if s is not None and s.status is SlotStatus.ACTIVE]
-        sections = table_sections(slots) | self._state.sections(live)
-        sections |= {
-            "routing": self._routing_digest,
-            "inputs": self._inputs_digest,
-            "outputs": self._outputs_digest,
-            "rows": self.rows.digest(slots),
-        }
+        states = self._state.section_sums(live)
+        found = read_sums(states | self._recorded | self.rows.section_sum(slots), self.comm)
+        sections = table_sections(slots) | {name: found.get(name, 0) for name in (*states, *RECORDED, "rows")}
         if all(state is None for state in slots):
             check_integrity(slots, self.limits)
             self._state.check_integrity()
@@ -201,7 +198,7 @@ class Executor:
     def _forward(self, frame: Frame, command: Forward, slots: SlotTable, choose: Choose, images: bool) -> None:
         """One forward. `images`: some slot held rows of images before it."""
         routing = bool(frame.preamble.flags & RECORD_ROUTING)
-        output = None if routing else self._replay(command, frame.tokens, slots, images)
+        output = self._replay(command, frame.tokens, slots, images)
         if output is None:
             batch = self._batch(command, frame.tokens, slots, images)
             batch.routing = routing
@@ -218,14 +215,9 @@ class Executor:
             self._last_tokens.index_copy_(0, index, tokens)
 
     def _record(self, output: ForwardOutput) -> None:
-        """Keep digests of what a forward was asked to record."""
-        self.comm.settle()
-        if output.routing is not None:
-            self._routing_digest = _tensor_digest(output.routing)
-        if output.inputs is not None:
-            self._inputs_digest = combine([checksum(output.inputs)])
-        if output.outputs is not None:
-            self._outputs_digest = combine([checksum(output.outputs)])
+        """Keep checksums of what a forward was asked to record, on the device: DIGEST reads them."""
+        recorded = {name: getattr(output, name) for name in RECORDED}
+        self._recorded = {name: checksum(tensor) for name, tensor in recorded.items() if tensor is not None}
 
     def _show(self, slot: int, command: Vision) -> None:
         """The head's rows go to every rank; the slot keeps them."""
@@ -296,12 +288,15 @@ class Executor:
         self._last_tokens[target] = self._last_tokens[command.source]
 
     def _warm(self, command: Warm) -> None:
-        """Connect the communicator before the first request needs it, and capture decode steps where they are to be graphs."""
+        """Connect the communicator before the first request needs it, capture decode steps where they are to be graphs, and compile
+        what a digest launches."""
         if not command.buckets:
             return
         self.comm.broadcast(torch.zeros(max(command.buckets), dtype=torch.int64, device=self._device))
         if self._graphs is not None:
             self._graphs.capture(command.buckets)
+        recorded = torch.zeros(1, 2, dtype=torch.int32, device=self._device)
+        read_sums(self._state.section_sums([0]) | {"": checksum(recorded)}, self.comm)
 
 
 def _note_blocks(tables: BlockTables, change: Change, slots: SlotTable) -> None:
@@ -369,10 +364,3 @@ def _active(slots: SlotTable, slot: int) -> SequenceState:
     state = slots[slot]
     assert state is not None, f"slot {slot} passed prepare but is empty"
     return state
-
-
-def _tensor_digest(tensor: torch.Tensor) -> int:
-    """Position-weighted checksum of an integer tensor, modulo 2**61, transferred once."""
-    flat = tensor.reshape(-1).to(torch.int64)
-    weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.int64)
-    return int(((flat + 1) * weights).sum().item()) & ((1 << 61) - 1)

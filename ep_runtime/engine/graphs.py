@@ -3,7 +3,7 @@
 WARM, a command like any other, captures them on every rank, so that the collectives of the warm-up pair. A graph holds no NCCL:
 its reductions go through peer memory, whose addresses are in device tables. A bucket is used only where every rank has captured it:
 replayed on one rank and run eagerly on another, a step would launch different collectives. Rows past the batch are idle: slot -1,
-length 0, no place.
+length 0, no place. Every replay records what a digest may ask for: it is read behind the replay, before the next one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ IDLE = {"given": 0, "fed": -1, "position": 0, "slot": -1, "length": 0, "place": 
 
 @dataclass(kw_only=True, slots=True)
 class CapturedStep:
-    """One bucket: the inputs that a replay reads, `[6, rows]` int64, the graph, and its logits (None where none are sampled)."""
+    """One bucket: the inputs that a replay reads, `[6, rows]` int64, the graph, and what it leaves for all `rows`."""
 
     rows: int
     inputs: torch.Tensor
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor | None
+    output: ForwardOutput
     collectives: int
 
 
@@ -80,7 +80,7 @@ class DecodeGraphs:
         return self._steps[index] if index < len(self._steps) else None
 
     def run(self, step: CapturedStep, columns: Sequence[Sequence[int]]) -> ForwardOutput:
-        """Replay with `columns`, one list a field of FIELDS, all of one length; the logits of these rows."""
+        """Replay with `columns`, one list a field of FIELDS, all of one length; what is left of these rows."""
         count = len(columns[0])
         host = torch.empty(len(FIELDS), step.rows, dtype=torch.int64, pin_memory=True)
         view = host.numpy()
@@ -91,7 +91,13 @@ class DecodeGraphs:
         step.inputs.copy_(host, non_blocking=True)
         step.graph.replay()
         self._comm.launched += step.collectives
-        return ForwardOutput(logits=None if step.logits is None else step.logits[:count])
+        left = step.output
+        return ForwardOutput(
+            logits=None if left.logits is None else left.logits[:count],
+            routing=None if left.routing is None else left.routing[:, :count],
+            inputs=None if left.inputs is None else left.inputs[:count],
+            outputs=None if left.outputs is None else left.outputs[:count],
+        )
 
     def close(self) -> None:
         """Drop the graphs and their memory."""
@@ -108,15 +114,15 @@ class DecodeGraphs:
         launched = self._comm.launched
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits = self._forward(inputs)
+                output = self._forward(inputs)
         except (RuntimeError, ValueError) as error:
             log.warning("a decode step of %d rows cannot be captured: %s", rows, error)
             return None
         finally:
             collectives, self._comm.launched = self._comm.launched - launched, launched
-        return CapturedStep(rows=rows, inputs=inputs, graph=graph, logits=logits, collectives=collectives)
+        return CapturedStep(rows=rows, inputs=inputs, graph=graph, output=output, collectives=collectives)
 
-    def _forward(self, inputs: torch.Tensor) -> torch.Tensor | None:
+    def _forward(self, inputs: torch.Tensor) -> ForwardOutput:
         rows = inputs.shape[1]
         given, fed, position, slot, length, place = inputs.unbind(0)
         token_ids = torch.where(fed >= 0, self._last_tokens.index_select(0, fed.clamp(min=0)), given)
@@ -141,8 +147,9 @@ class DecodeGraphs:
                 single_lens=nothing,
             ),
             block_size=self._block_size,
+            routing=True,
         )
-        return self._model.forward(batch, self._state, self._comm).logits
+        return self._model.forward(batch, self._state, self._comm)
 
 
 def captured_everywhere(captured: Sequence[bool], comm: Communicator, device: torch.device) -> list[bool]:

@@ -76,7 +76,6 @@ def _execute(executor: Executor, frame: Frame, change: Change, slots: SlotTable,
     try:
         executor.execute(frame, change, slots, choose)
         if isinstance(frame.command, Digest):
-            executor.comm.settle()
             digest = executor.digest(slots)
     except EpLinkLost:
         raise

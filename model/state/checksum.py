@@ -1,48 +1,41 @@
 """A bit-exact checksum of tensors, summed on their device.
 
-Every element counts as an integer, times an odd weight of its place, modulo 2^64. Integer sums are the same in any order, so equal
-bits give equal sums on any device, and an odd weight keeps a change of one element from vanishing.
+Every 32-bit word counts as an integer, times an odd weight of its place in its row and one of its row, modulo 2^64: see
+`kernels.checksum`. Rows whose bytes are not whole words count by elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX = 0xBF58476D1CE4E5B9
-_CHUNK = 1 << 22
+from kernels.checksum import GOLDEN, MIX, place_weights, row_sums
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_WORD = 4
 _U64 = (1 << 64) - 1
 
 
-def _signed(value: int) -> int:
-    """The int64 with the bits of a u64."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _weights(start: int, count: int, device: torch.device) -> torch.Tensor:
-    """int64 `[count]`: odd, well spread weights of places `start ..`."""
-    place = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN)
-    return ((place ^ (place >> 31)) * _signed(_MIX)) | 1
-
-
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 scalar on the tensor's device: the checksum of a tensor `[rows, ...]`, at most a few MiB of scratch at a time."""
-    rows = tensor.shape[0]
+    """int64 scalar on the tensor's device: the checksum of a tensor `[rows, ...]`."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).reshape(rows, -1)
-    inner = _weights(0, bits.shape[1], tensor.device)
-    step = max(1, _CHUNK // bits.shape[1])
-    parts = []
-    for start in range(0, rows, step):
-        chunk = bits[start : start + step].to(torch.int64)
-        # Rows take places after the columns', lest a matrix and its transpose have one sum.
-        outer = _weights(bits.shape[1] + start, chunk.shape[0], tensor.device)
-        parts.append(((chunk * inner).sum(1) * outer).sum())
-    return torch.stack(parts).sum()
+    words = _words(tensor)
+    sums = _row_sums(words, torch.arange(words.shape[0], device=tensor.device))
+    # Rows take places after the columns', lest a matrix and its transpose have one sum.
+    return (sums * place_weights(words.shape[1], len(sums), tensor.device)).sum()
+
+
+def checksum_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """int64 `[n]`: a checksum for each of `rows` [n] int64 of a tensor `[rows, ...]`, whatever their numbers."""
+    return _row_sums(_words(tensor), rows)
+
+
+def device_index(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 `[n]` on the device; the host does not wait for it."""
+    index = torch.tensor(list(values), dtype=torch.int64)
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and values else index.to(device)
 
 
 def combine(sums: Sequence[torch.Tensor]) -> int:
@@ -50,17 +43,29 @@ def combine(sums: Sequence[torch.Tensor]) -> int:
     return mix(torch.stack(list(sums)).tolist()) if sums else 0
 
 
-def combine_each(groups: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
-    """One u64 a group of checksums; a single transfer to the host for all of them."""
-    sums = [value for group in groups.values() for value in group]
-    values = iter(torch.stack(sums).tolist() if sums else [])
-    return {name: mix([next(values) for _ in group]) for name, group in groups.items()}
-
-
 def mix(values: Iterable[int]) -> int:
     """One u64 of 64-bit integers, in their order; 0 of none."""
     digest = 0
     for value in values:
-        digest = ((digest ^ (value & _U64)) * _GOLDEN + _MIX) & _U64
+        digest = ((digest ^ (value & _U64)) * (GOLDEN & _U64) + (MIX & _U64)) & _U64
         digest ^= digest >> 29
     return digest
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of `[rows, ...]` as integers `[rows, n]`."""
+    rows = tensor.shape[0]
+    row_bytes = tensor.nbytes // max(1, rows)
+    size = tensor.element_size() if row_bytes % _WORD else _WORD
+    flat = tensor.contiguous().view(-1)
+    if flat.storage_offset() * tensor.element_size() % size:
+        flat = flat.clone()
+    return flat.view(_INTEGERS[size]).view(rows, row_bytes // size)
+
+
+def _row_sums(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    if not words.is_cuda:
+        return row_sums(words, rows)
+    from kernels.checksum_triton import row_sums as row_sums_triton
+
+    return row_sums_triton(words, rows)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from model.spec import StateSpec
-from model.state.checksum import checksum
+from model.state.checksum import checksum_rows, device_index
 from model.state.paged import check_tensor
 from model.state.sizes import resolve_dtype
 
@@ -58,15 +58,17 @@ class RecurrentPool:
         """(layer, name) of each state that is equal on all ranks, in the order of allocation."""
         return [key for key in self._states if key not in self._divided]
 
-    def checksums(self, slot: int) -> list[torch.Tensor]:
-        """One int64 scalar a state, over one slot."""
-        return [self.checksum(slot, *key) for key in self._states]
+    def checksums(self, slots: Sequence[int], keys: Sequence[tuple[int, str]] | None = None) -> torch.Tensor:
+        """int64 `[states, n]` on the device: checksums over each of `slots`, of all states or of those that `keys` name.
 
-    def checksum(self, slot: int, layer: int, name: str) -> torch.Tensor:
-        """An int64 scalar over one slot of one state."""
-        self._check(slot)
-        tensor = self._states[layer, name]
-        return checksum(tensor[slot].reshape(tensor.shape[1] if tensor.dim() > 1 else 1, -1))
+        A state is read once for all slots, and the host waits for nothing.
+        """
+        for slot in slots:
+            self._check(slot)
+        keys = list(self._states) if keys is None else keys
+        rows = device_index(slots, self._device)
+        sums = [checksum_rows(self._states[key], rows) for key in keys]
+        return torch.stack(sums) if sums else torch.zeros(0, len(slots), dtype=torch.int64, device=self._device)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError when a tensor is not of its declared shape, dtype and device."""

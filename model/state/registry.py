@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from model.spec import ModelSpec
-from model.state.checksum import combine, combine_each
+from model.state.checksum import checksum, combine, mix
 from model.state.paged import PagedPool
 from model.state.recurrent import RecurrentPool
 from model.state.sizes import bytes_per_block, bytes_per_slot
@@ -79,22 +79,24 @@ class StateRegistry:
         """u64 checksum of the given slots, in the given order: equal exactly where the bits are, whatever the slot numbers."""
         sums: list[torch.Tensor] = []
         for slot, length, blocks in extents:
-            sums += self.recurrents.checksums(slot)
+            sums += self.recurrents.checksums([slot]).flatten().unbind()
             if blocks is not None:
                 sums += self.paged.checksums(length, blocks)
         return combine(sums)
 
-    def sections(self, slots: Iterable[int]) -> dict[str, int]:
-        """A u64 checksum of the given slots, in the given order, for each name that recurrent states bear.
+    def section_sums(self, slots: Sequence[int]) -> dict[str, torch.Tensor]:
+        """An int64 scalar on the device for each name that recurrent states bear: of the given slots, in the given order.
 
-        States of which each rank has a part of its own are left out.
+        States of which each rank has a part of its own are left out. What is launched depends on the states, not on the slots.
         """
-        compared = self.recurrents.compared
-        groups: dict[str, list[torch.Tensor]] = {name: [] for _, name in compared}
-        for slot in slots:
-            for layer, name in compared:
-                groups[name].append(self.recurrents.checksum(slot, layer, name))
-        return combine_each(groups)
+        keys: dict[str, list[tuple[int, str]]] = {}
+        for layer, name in self.recurrents.compared:
+            keys.setdefault(name, []).append((layer, name))
+        return {name: checksum(self.recurrents.checksums(slots, states)) for name, states in keys.items()}
+
+    def sections(self, slots: Sequence[int]) -> dict[str, int]:
+        """`section_sums` as u64 on the host."""
+        return {name: mix([int(value)]) for name, value in self.section_sums(slots).items()}
 
     def check_integrity(self) -> None:
         """Raise RuntimeError when a tensor is not of its declared shape, dtype and device."""

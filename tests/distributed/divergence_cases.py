@@ -39,10 +39,8 @@ def alter(section: str, executor: Executor, slots: SlotTable) -> None:
             state.length += 1
         case "blocks":
             state.blocks[0] = 7
-        case "routing":
-            executor._routing_digest ^= 1
-        case "outputs":
-            executor._outputs_digest ^= 1
+        case "routing" | "inputs" | "outputs":
+            executor._recorded[section] = executor._recorded[section] ^ 1
         case name:
             spec = next(spec for spec in executor._state.spec.states if spec.name == name)
             executor._state.recurrent(spec.layer, name)[0].view(-1)[3] += 1e-3

@@ -200,9 +200,11 @@ def masked(ctx: RankContext, *, folder: str, prompt: list[int], allowed: list[li
         return {name: asdict(driver.answers[name]) for name in ("masked", "free")}
 
 
-def decode_without_waiting(ctx: RankContext, *, folder: str, prompts: list[list[int]], steps: int, **settings: Any) -> Any:
+def decode_without_waiting(
+    ctx: RankContext, *, folder: str, prompts: list[list[int]], steps: int, digest_interval: int = 0, **settings: Any
+) -> Any:
     """On one GPU: `steps` turns of steady decoding under a mode in which any call that waits for the device raises."""
-    with head_of(ctx, folder, digest_interval=0, **settings) as driver:
+    with head_of(ctx, folder, digest_interval=digest_interval, **settings) as driver:
         assert driver is not None
         for number, ids in enumerate(prompts):
             driver.submit(str(number), ids, max_tokens=4 * steps)
@@ -213,6 +215,41 @@ def decode_without_waiting(ctx: RankContext, *, folder: str, prompts: list[list[
                 driver.turn()
         driver.finish()
         return [len(driver.answers[str(number)].tokens) for number in range(len(prompts))]
+
+
+def digest_while_decoding(ctx: RankContext, *, folder: str, prompts: list[list[int]], steps: int, **settings: Any) -> Any:
+    """On GPUs: steady decoding with a digest behind every step. What was compiled, and how many steps ran outside of graphs."""
+    import triton
+
+    executors: list[Executor] = []
+    with head_of(ctx, folder, digest_interval=1, arrange=executors.append, **settings) as driver:
+        if driver is None:
+            return None
+        for number, ids in enumerate(prompts):
+            driver.submit(str(number), ids, max_tokens=4 * steps)
+        driver.turn()  # the prompts
+        eager, compiled = 0, []
+        (executor,) = executors
+        batch = executor._batch
+
+        def counting(*args: Any) -> Any:
+            nonlocal eager
+            eager += 1
+            return batch(*args)
+
+        def note(**what: Any) -> None:
+            compiled.append(what["fn"].name)
+
+        executor._batch = counting  # type: ignore[method-assign]
+        triton.knobs.runtime.jit_post_compile_hook = note
+        try:
+            for _ in range(steps):
+                driver.turn()
+        finally:
+            triton.knobs.runtime.jit_post_compile_hook = None
+        recorded = sorted(executor._recorded)
+        driver.finish()
+        return {"compiled": compiled, "eager": eager, "recorded": recorded}
 
 
 def _run(driver: Driver, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:

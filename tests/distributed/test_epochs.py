@@ -110,8 +110,8 @@ def test_survivors_of_a_kill_keep_their_process_and_every_request_its_tokens(
 @pytest.mark.parametrize(
     ("kind", "rank", "error"),
     [
-        ("corrupt", 0, "EpFrameCorrupt: preamble checksum"),
-        ("corrupt", 1, "EpFrameCorrupt: ack checksum"),
+        ("corrupt", 0, "EpFrameCorrupt: "),
+        ("corrupt", 1, "EpFrameCorrupt: "),
         ("close", 2, "EpPeerGone: "),
         ("prepare", 1, "EpRankFailed: "),
         ("execute", 0, "EpRankFailed: "),

@@ -132,14 +132,32 @@ def test_a_prompt_in_pieces_is_scored_while_nothing_is_sampled(ranks: RankPool, 
         assert torch.allclose(torch.tensor(answer["prompt_logprobs"]), exact, atol=1e-3)
 
 
+@pytest.mark.parametrize("digest_interval", [0, 1], ids=["plain", "digests"])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_steady_decoding_never_waits_for_the_device(ranks: RankPool, folder_of: Callable[[str, str], Path], mode: str) -> None:
+def test_steady_decoding_never_waits_for_the_device(
+    ranks: RankPool, folder_of: Callable[[str, str], Path], mode: str, digest_interval: int
+) -> None:
+    """A digest waits for its own event alone, after all of it has been launched."""
     case = "tests.distributed.engine_cases:decode_without_waiting"
     prompts = [prompt(5), prompt(9, seed=1), prompt(20, seed=2)]
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "digest_interval": digest_interval}
+    for family, variant in (("qwen3_moe", "yarn"), ("qwen3_next", "heads")):
+        folder = str(folder_of(family, variant))
+        counts = ranks.run(1, case, folder=folder, prompts=prompts, steps=20, device="cuda", forward_mode=mode, **sizes)[0]
+        assert counts == [80] * len(prompts)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_devices)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_a_digest_compiles_nothing_and_leaves_its_step_in_the_graph(
+    ranks: RankPool, folder_of: Callable[[str, str], Path], family: str, world: int
+) -> None:
+    case = "tests.distributed.engine_cases:digest_while_decoding"
+    prompts = [prompt(5), prompt(9, seed=1), prompt(20, seed=2)]
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
-    folder = str(folder_of("qwen3_moe", "yarn"))
-    counts = ranks.run(1, case, folder=folder, prompts=prompts, steps=20, device="cuda", forward_mode=mode, **sizes)[0]
-    assert counts == [80] * len(prompts)
+    folder = str(folder_of(family, "heads"))
+    found = ranks.run(world, case, folder=folder, prompts=prompts, steps=10, device="cuda", forward_mode="graph", **sizes)[0]
+    assert found == {"compiled": [], "eager": 0, "recorded": ["inputs", "outputs", "routing"]}
 
 
 def errors(folder: Path, answers: list[dict[str, Any]]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from model.loading.materialise import materialise, release
 from model.loading.sources import DummySource, FileSource
 from model.pieces import Piece, WeightMap
 from model.spec import CacheSpec, LayerKind, ModelSpec, StateSpec
+from model.state.checksum import checksum
 from model.state.registry import StateRegistry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -77,3 +78,25 @@ def test_dummy_weights_and_digests_have_the_same_bits_as_on_the_cpu() -> None:
     assert one.digest(extents) == other.digest(extents)
     other.recurrent(0, "h")[5, 7, 63, 63] += 1
     assert one.digest(extents) != other.digest(extents)
+    for slots in (list(range(64)), [63, 5], [5]):
+        one.recurrent(0, "h").copy_(other.recurrent(0, "h"))
+        assert one.sections(slots) == other.sections(slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str)
+def test_checksums_have_the_same_bits_as_on_the_cpu(dtype: torch.dtype) -> None:
+    for shape in ((7, 3, 5), (300, 70), (2, 3_000_001), (48, 128, 8)):
+        tensor = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+        assert int(checksum(tensor)) == int(checksum(tensor.cuda()))
+
+
+def test_what_a_digest_launches_does_not_depend_on_the_slots() -> None:
+    state = make_state("cuda")
+    state.sections([0])
+    counts = []
+    for slots in ([5], list(range(64))):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            state.section_sums(slots)
+            torch.cuda.synchronize()
+        counts.append(sum(event.device_type.name == "CUDA" for event in profile.events()))
+    assert counts[0] == counts[1] <= 60

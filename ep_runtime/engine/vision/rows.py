@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from model.state.checksum import checksum, combine
+from model.state.checksum import checksum
 from model.state.paged import check_tensor
 from model.vision.positions import position_shift
 from protocol.commands import Span, Vision
@@ -107,10 +107,11 @@ class VisionRows:
             if due and self._count(span.slot) != due:
                 raise EpDiverged(f"rank {rank} holds {self._count(span.slot)} rows of the images of slot {span.slot}, not {due}")
 
-    def digest(self, slots: SlotTable) -> int:
-        """A u64 of the bits that the ACTIVE slots hold, in slot order; 0 of none."""
+    def section_sum(self, slots: SlotTable) -> dict[str, torch.Tensor]:
+        """`rows`: an int64 scalar on the device, of what the ACTIVE slots hold, in slot order; nothing when none holds any."""
         live = [state.slot for state in slots if state is not None and state.status is SlotStatus.ACTIVE]
-        return combine([checksum(self._held[slot]) for slot in live if slot in self._held])
+        sums = [checksum(self._held[slot]) for slot in live if slot in self._held]
+        return {"rows": checksum(torch.stack(sums)[:, None])} if sums else {}
 
     def check_integrity(self, slots: SlotTable) -> None:
         """Raise RuntimeError when what is held is not what the table says, or not as declared."""

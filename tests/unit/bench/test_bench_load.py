@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -132,6 +133,7 @@ def test_a_shape_that_fails_is_an_error_of_that_shape(folder: Path, monkeypatch:
     made = load(work, CPU)
     forward = made.forward
 
+    @functools.wraps(forward)
     def short_of_memory(input_ids: torch.Tensor, **others: object) -> object:
         if input_ids.shape[0] == 2:
             raise torch.OutOfMemoryError("2 sequences are too many")

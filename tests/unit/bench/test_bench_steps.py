@@ -22,7 +22,7 @@ def test_only_intervals_between_full_steps_count() -> None:
 
 def test_summary() -> None:
     times = summarise([1.0, 2.0, 3.0, 10.0])
-    assert (times.median, times.mean, times.steps) == (2.5, 4.0, 4)
+    assert (times.median, times.mean, times.longest, times.steps) == (2.5, 4.0, 10.0, 4)
     assert 3.0 < times.p90 < 10.0
     with pytest.raises(ValueError, match="too few"):
         summarise([1.0])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.spec import CacheSpec, LayerKind, ModelSpec, StateSpec
-from model.state.checksum import checksum, combine
+from model.state.checksum import checksum, checksum_rows, combine
 from model.state.registry import SlotExtent, StateRegistry, bytes_per_block, bytes_per_slot
 
 SPEC = ModelSpec(
@@ -162,20 +164,50 @@ def test_sign_of_zero_and_order_of_slots_count() -> None:
     assert state.digest([(0, 0, None)]) != plus
 
 
-def test_checksum_is_the_sum_it_says() -> None:
-    """Against Python integers: each element times the product of an inner and an outer odd weight, modulo 2^64."""
+def weight(place: int) -> int:
+    mixed = (place * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    signed = mixed - 2**64 if mixed >> 63 else mixed
+    return ((mixed ^ ((signed >> 31) & (2**64 - 1))) * 0xBF58476D1CE4E5B9 | 1) & (2**64 - 1)
 
-    def weight(place: int) -> int:
-        mixed = (place * 0x9E3779B97F4A7C15) & (2**64 - 1)
-        signed = mixed - 2**64 if mixed >> 63 else mixed
-        return ((mixed ^ ((signed >> 31) & (2**64 - 1))) * 0xBF58476D1CE4E5B9 | 1) & (2**64 - 1)
 
-    matrix = torch.randn(90, 200, generator=torch.Generator().manual_seed(5))
-    bits = matrix.numpy().view("int32").tolist()
-    total = sum(
-        value * weight(1 + column) * weight(1 + 200 + row) for row, line in enumerate(bits) for column, value in enumerate(line)
-    )
-    assert int(checksum(matrix)) % 2**64 == total % 2**64
+def plain_checksum(rows: list[list[int]]) -> int:
+    """Each word times the product of an inner and an outer odd weight, modulo 2^64, in Python integers."""
+    width = len(rows[0])
+    inner = [weight(1 + column) for column in range(width)]
+    sums = [
+        sum(value * inner[column] for column, value in enumerate(line)) * weight(1 + width + row) for row, line in enumerate(rows)
+    ]
+    return sum(sums) % 2**64
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "word"),
+    [
+        ((90, 200), torch.float32, "int32"),
+        ((4, 6, 3), torch.bfloat16, "int32"),
+        ((5, 3, 3), torch.bfloat16, "int16"),
+        ((3, 7), torch.uint8, "uint8"),
+        ((4,), torch.int64, "int32"),
+    ],
+    ids=str,
+)
+def test_checksum_is_the_sum_it_says(shape: tuple[int, ...], dtype: torch.dtype, word: str) -> None:
+    draw = torch.Generator().manual_seed(5)
+    tensor = torch.randint(-(2**62), 2**62, shape, generator=draw) if dtype == torch.int64 else torch.randn(shape, generator=draw)
+    tensor = (tensor * 50).to(dtype)
+    rows = tensor.reshape(shape[0], -1).view(torch.uint8).numpy().view(word).tolist()
+    assert int(checksum(tensor)) % 2**64 == plain_checksum(rows)
+    picked = torch.tensor([2, 0])
+    for value, row in zip(checksum_rows(tensor, picked).tolist(), picked.tolist(), strict=True):
+        assert value % 2**64 == sum(number * weight(1 + place) for place, number in enumerate(rows[row])) % 2**64
+
+
+def test_a_tensor_that_does_not_start_at_a_word_has_the_checksum_of_its_bits() -> None:
+    whole = torch.randn(41, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert int(checksum(whole[1:].view(4, 10))) == int(checksum(whole[1:].clone().view(4, 10)))
+
+
+def test_a_matrix_and_its_transpose_differ() -> None:
     square = torch.randn(4, 4, generator=torch.Generator().manual_seed(6))
     assert int(checksum(square)) != int(checksum(square.T))
 
@@ -183,8 +215,48 @@ def test_checksum_is_the_sum_it_says() -> None:
 def test_large_tensors_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(50, 30, generator=torch.Generator().manual_seed(1))
     whole = combine([checksum(tensor)])
-    monkeypatch.setattr("model.state.checksum._CHUNK", 64)
-    assert combine([checksum(tensor)]) == whole
+    for chunk in (64, 7):
+        monkeypatch.setattr("kernels.checksum.CHUNK", chunk)
+        assert combine([checksum(tensor)]) == whole
+
+
+def test_sections_are_of_each_name_in_order_of_slots_whatever_their_numbers() -> None:
+    state = randomised(3)
+    base = state.sections([0, 2])
+    assert set(base) == {"conv", "h", "count"}
+    state.copy_slot(2, 1)
+    assert state.sections([0, 1]) == base
+    assert all(state.sections([2, 0])[name] != value for name, value in base.items())
+    state.recurrent(0, "h")[1] = -state.recurrent(0, "h")[1]  # two signs and more, which must not make up for each other
+    assert {name for name, value in state.sections([0, 1]).items() if value != base[name]} == {"h"}
+    state.recurrent(0, "h")[3] += 1
+    assert state.sections([0, 2]) == base
+    for bad in (-1, 4):
+        with pytest.raises(ValueError, match=f"slot {bad}"):
+            state.sections([0, bad])
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_launched_for_sections_does_not_depend_on_the_slots() -> None:
+    state = StateRegistry(SPEC, max_slots=128, num_blocks=1, block_size=4, dtype=torch.bfloat16, device="cpu")
+    counts = []
+    for slots in ([5], list(range(128))):
+        with Calls() as calls:
+            sums = state.section_sums(slots)
+        assert all(value.shape == () for value in sums.values())
+        counts.append(calls.count)
+    assert counts[0] == counts[1]
 
 
 def test_a_length_beyond_the_blocks_is_refused() -> None:
