@@ -11,6 +11,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class TuningTable:
-    """All entries of one device."""
+    """All entries of one device. `digest` is of the file's bytes: ranks whose tables differ may launch different collectives."""
 
     device: str
     entries: tuple[Entry, ...]
+    digest: str = ""
 
     def find(self, kernel: str, shape: Shape, rows: int) -> dict[str, Any] | None:
         """The configuration of the fewest tuned rows that hold `rows`, else of the most; None for an unknown shape."""
@@ -73,8 +75,10 @@ def load_table(device: str, folder: Path = FOLDER) -> TuningTable:
     if not path.exists():
         return TuningTable(device, ())
     try:
-        plain = json.loads(path.read_text())
-        return TuningTable(plain["device"], tuple(_entry(entry) for entry in plain["entries"]))
+        content = path.read_bytes()
+        plain = json.loads(content)
+        digest = blake2b(content, digest_size=16).hexdigest()
+        return TuningTable(plain["device"], tuple(_entry(entry) for entry in plain["entries"]), digest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no tuning table: {error!r}") from error
 

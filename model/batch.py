@@ -105,7 +105,7 @@ class ForwardBatch:
     captures: tuple[int, ...] = ()
     """Layers whose output is captured for the wanted rows."""
     routing: bool = False
-    """Record each MoE layer's expert choice and the hidden states entering layer 0, for DIGEST."""
+    """Record each MoE layer's expert choice, and the hidden states entering layer 0 and leaving the last, for DIGEST."""
     inserted: InsertedRows | None = None
     """Embeddings of images in this batch, in place of their placeholder tokens'."""
     loops: LoopRows | None = None

@@ -125,7 +125,8 @@ def sampler_bytes(vocab_size: int, max_slots: int) -> int:
 def graph_bytes(spec: ModelSpec, needs: Needs, max_slots: int, device: str) -> tuple[int, int]:
     """(number of captured steps, an estimate of their bytes): one for each power of two up to the slots.
 
-    They share the temporaries of the largest one; each keeps its logits and what the driver needs. Sampling is in no graph.
+    They share the temporaries of the largest one; each keeps its logits, and in GRAPH_BYTES what a digest reads and the
+    driver needs. Sampling is in no graph.
     """
     buckets = [*(1 << power for power in range((max_slots - 1).bit_length())), max_slots]
     step = replace(largest_step(spec, needs, max_slots, device), rows=max_slots, scored=0, head=False)

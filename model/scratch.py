@@ -27,8 +27,8 @@ CHUNK = 64
 """Rows of a chunk of the delta rule."""
 DENSE_ROWS = 256
 """Up to this many rows the torch form may run every expert on every row: `kernels.experts.DENSE_ROWS`."""
-DIGESTED = 4 * (8 << 22)
-"""Of a checksum: int64 copies and products of 2^22 elements at a time."""
+DIGESTED = 5 * (8 << 20)
+"""Of a checksum in torch: places, weights and products of 2^20 words at a time, as int64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,6 +29,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     model_config_hash: str
     manifest_hash: str
     layout: str
+    tuning: str
     world: int
     slots: int
     blocks: int

@@ -133,7 +133,7 @@ def run_http(model: Path, dtype: str, folder: Path, new_tokens: int) -> dict[str
     return result
 
 
-def run_child(module: Sequence[str], threads: int) -> None:
+def run_child(module: Sequence[str], threads: int, timeout: float = CHILD_SECONDS) -> None:
     """Run `python -m module ...` to its end. Raises BenchFailed with the end of its output unless it ends with status 0."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     child = subprocess.run(
@@ -143,7 +143,7 @@ def run_child(module: Sequence[str], threads: int) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=CHILD_SECONDS,
+        timeout=timeout,
         check=False,
     )
     if child.returncode != 0:

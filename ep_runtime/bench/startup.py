@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from ep_runtime.bench import report
+from ep_runtime.bench.demo import run_child
 from ep_runtime.bench.served import Served
 from ep_runtime.bench.served_flags import server_flags
 from ep_runtime.bench.session import add_model_arguments, llm_settings, model_folder
@@ -20,10 +18,6 @@ from ep_runtime.bench.session import add_model_arguments, llm_settings, model_fo
 PHASES = ("spawn", "import", "prepare", "load", "capture")
 COLUMNS = {"way": "way", "ranks": "ranks", **{phase: f"{phase} s" for phase in PHASES}, "ready": "ready s"}
 START_SECONDS = 1800.0
-
-
-class StartFailed(Exception):
-    """The processes did not come up; the message has the end of what they said."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,26 +44,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def start_offline(options: argparse.Namespace, model: Path, name: str, load_format: str) -> dict[str, Any]:
-    """An `LLM` on all ranks, in processes of its own. Raises StartFailed."""
+    """An `LLM` on all ranks, in processes of its own. Raises BenchFailed."""
     settings = llm_settings(options, sequences=options.max_num_seqs, length=options.max_model_len)
     settings |= {"served_model_name": name, "load_format": load_format}
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as temporary:
         out = Path(temporary) / "out.json"
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), "-m"]
-        command = [sys.executable, "-P", "-m", *(launcher if options.ranks > 1 else [])]
+        module = ["ep_runtime.bench.startup_rank", str(model), json.dumps(settings), str(out)]
         began = time.perf_counter()
-        done = subprocess.run(
-            [*command, "ep_runtime.bench.startup_rank", str(model), json.dumps(settings), str(out)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=START_SECONDS,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise StartFailed(f"a start ended with status {done.returncode}:\n{done.stdout[-3000:]}")
+        run_child([*(launcher if options.ranks > 1 else []), *module], threads=1, timeout=START_SECONDS)
         seen = json.loads(out.read_text(encoding="utf-8"))
     phases = {
         "spawn": seen["began"] - began,

@@ -28,6 +28,7 @@ class StateDigest(NamedTuple):
 def read_sums(sums: Mapping[str, torch.Tensor], comm: Communicator) -> dict[str, int]:
     """A u64 of each int64 scalar, in one copy to the host that is launched before the device is waited for."""
     if not sums:
+        comm.settle()
         return {}
     stacked = torch.stack(list(sums.values()))
     host = download(stacked)

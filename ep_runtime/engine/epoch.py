@@ -226,6 +226,7 @@ def own_fingerprint(rank: RankModel, place: EpochPlace, num_blocks: int) -> Fing
         model_config_hash=rank.folder.config,
         manifest_hash=rank.folder.manifest,
         layout=rank.layout,
+        tuning=rank.tuning,
         world=place.world,
         slots=rank.plan.max_slots,
         blocks=num_blocks,

@@ -61,9 +61,15 @@ class PendingStep:
         self._sampled = None if sampled is None else sampled.to_host_async()
         self._prompt_rows = [PromptRows(p.span, p.start, p.count, p.rows.to_host_async()) for p in prompt_rows]
         self._done: torch.cuda.Event | None = None
-        on_device = [sampled.tokens] if sampled is not None else []
-        on_device += [p.rows.ids for p in prompt_rows]
-        if any(tensor.is_cuda for tensor in on_device):
+        if sampled is not None:
+            self.mark(sampled.tokens.device)
+
+    def mark(self, device: torch.device) -> None:
+        """All that the step launches has been launched: it is done when the device gets here, if nothing earlier tells.
+
+        A step that samples nothing has results, too, and a device that fails in it must be found before a step behind it runs.
+        """
+        if self._done is None and device.type == "cuda":
             self._done = torch.cuda.Event()
             self._done.record()
 

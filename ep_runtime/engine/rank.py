@@ -13,6 +13,7 @@ from ep_runtime.engine.footprint import image_cache_bytes, image_tokens, memory_
 from ep_runtime.engine.layout import Layout, Machine, choose_layout
 from ep_runtime.engine.resident import Resident
 from ep_runtime.engine.vision.cache import EncodedImages
+from kernels.tuning import Tuning, TuningTable, load_table
 from model.errors import UnsupportedModel
 from model.families.registry import resolve
 from model.folder import Fingerprint as FolderFingerprint
@@ -47,6 +48,7 @@ class RankModel:
     max_model_len: int
     folder: FolderFingerprint
     layout: str = "replicated"
+    tuning: str = ""
     max_image_tokens: int = 0
     images: EncodedImages | None = None
     resident: Resident = field(default_factory=Resident)
@@ -73,6 +75,7 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
     layout = attention_layout(config, opened, parallel.world, device, dtype)
     if parallel.rank == 0:
         log.info("attention layout %s: %s", layout.name, layout.reason)
+    table = tuning_table(config.forward_mode, device)
     prepared = prepare_model(
         folder,
         parallel,
@@ -80,7 +83,7 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
         device=device,
         load_format=config.load_format,
         seed=config.seed,
-        operators=choose_operators(config.forward_mode, device),
+        operators=choose_operators(table, device),
         attention_layout="tensor" if layout.name == "tensor" else "replicated",
     )
     max_model_len = config.max_model_len or prepared.spec.max_positions
@@ -103,6 +106,7 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
         max_model_len=max_model_len,
         folder=fingerprint(folder),
         layout=layout.name,
+        tuning="" if table is None else table.digest,
         max_image_tokens=image_tokens(config, prepared.spec, max_model_len),
         images=_image_cache(config, prepared, dtype, max_model_len),
     )
@@ -116,14 +120,20 @@ def _image_cache(config: RuntimeConfig, prepared: PreparedModel, dtype: torch.dt
     return EncodedImages(image_cache_bytes(config, image_tokens(config, prepared.spec, max_model_len), row_bytes), row_bytes)
 
 
-def choose_operators(forward_mode: str | None, device: torch.device) -> Operators:
-    """GPU kernels, or torch's on a CPU and for the mode `reference`."""
+def tuning_table(forward_mode: str | None, device: torch.device) -> TuningTable | None:
+    """The configurations of the device's kernels, as its file is now; None on a CPU and for the mode `reference`."""
     if device.type != "cuda" or forward_mode == "reference":
+        return None
+    return load_table(torch.cuda.get_device_name(device))
+
+
+def choose_operators(table: TuningTable | None, device: torch.device) -> Operators:
+    """GPU kernels, or torch's without a table for them."""
+    if table is None:
         return TorchOperators()
-    from kernels.tuning import Tuning, load_table
     from model.layers.fused import FusedOperators
 
-    return FusedOperators(device, Tuning(load_table(torch.cuda.get_device_name(device)), log.warning))
+    return FusedOperators(device, Tuning(table, log.warning))
 
 
 def attention_layout(config: RuntimeConfig, folder: ModelFolder, world: int, device: torch.device, dtype: torch.dtype) -> Layout:

@@ -49,7 +49,8 @@ class StepSampling:
         return sampled.tokens
 
     def pending(self) -> PendingStep:
-        """Everything the device computed for this plan, to be read later."""
+        """Everything the device computes for this plan, to be read later. Once its forward has been launched."""
+        self._pending.mark(self._sampler.device)
         return self._pending
 
     def _prompt_lengths(self) -> list[int]:

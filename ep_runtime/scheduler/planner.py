@@ -147,7 +147,7 @@ class Planner:
         scores = seq.logprobs_from <= end and start + 1 < seq.prompt_len
         wanted = Wanted.ALL if scores else Wanted.LAST if sampled else Wanted.NONE
         new_blocks = seq.blocks[blocks_for(start, size) : blocks_for(end, size)]
-        depth = 0 if seq.loops is None else seq.replayed_depth(start)
+        depth = seq.replayed_depth(start)
         draft.spans.append(Span(seq.slot, start, end - start, False, sampled, wanted, new_blocks, depth))  # type: ignore[arg-type]
         draft.sequences.append(seq)
         draft.tokens += seq.tokens[start:end]

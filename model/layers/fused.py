@@ -115,12 +115,13 @@ class FusedOperators:
     def _peers(self, x: torch.Tensor, step: Step) -> PeerMemory | None:
         """The memory that a sum of `x`'s shape goes through; None if it does not fit, or NCCL was measured to be faster.
 
-        In a graph it is used whenever the sum fits: a graph holds no NCCL. Both ways give the same bits.
+        A decode step uses it whenever the sum fits: a graph holds no NCCL, and the run before a capture compiles what that
+        launches. Both ways give the same bits.
         """
         peers = step.comm.peers
         if peers is None or not peers.fits(*x.shape):
             return None
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if step.batch.decode_only:
             return peers
         rows, width = x.shape
         key = (rows, width, peers.world)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.trellis import ModelSettings, TrellisModel, load_checkpoint, save_checkpoint
+from model.trellis import ModelSettings, load_checkpoint, save_checkpoint
 from model.trellis.checkpoint import config_to_json
 from tests.distributed.test_memory import STEPS
 from tests.support.ranks import RankPool
-from tests.unit.trellis.trellis_cases import NANO, make
+from tests.unit.trellis.trellis_cases import NANO, greedy, make
 
 LARGEST_STEP = "tests.distributed.memory_cases:largest_step"
 GENERATE = "tests.distributed.engine_cases:generate"
@@ -37,20 +37,6 @@ def requests() -> list[dict[str, Any]]:
         {"prompt": torch.randint(256, (length,), generator=generator).tolist(), "max_tokens": 21 - place, "logprobs": 2}
         for place, length in enumerate(lengths)
     ]
-
-
-def greedy(model: TrellisModel, prompt: list[int], tokens: int) -> tuple[list[int], list[float]]:
-    """The library's own decoding at one loop: forward over the prompt, then step by step."""
-    chosen, logprobs = [], []
-    with torch.no_grad():
-        out = model(torch.tensor([prompt]), k=1, state=model.initial_state(1, len(prompt) + tokens), return_state=True)
-        while True:
-            row = out.logits[0, -1].double().log_softmax(-1)
-            chosen.append(int(row.argmax()))
-            logprobs.append(float(row.max()))
-            if len(chosen) == tokens:
-                return chosen, logprobs
-            out = model.step(chosen[-1], out.state, k=1)
 
 
 def test_tokens_are_the_librarys_and_every_world_gives_the_same_bits(ranks: RankPool, folder: Path) -> None:

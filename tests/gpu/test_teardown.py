@@ -17,6 +17,7 @@ from model.pieces import Piece, WeightMap
 from model.spec import CacheSpec, LayerKind, ModelSpec, StateSpec
 from model.state.checksum import checksum
 from model.state.registry import StateRegistry
+from tests.support.state_sections import sections_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -80,7 +81,7 @@ def test_dummy_weights_and_digests_have_the_same_bits_as_on_the_cpu() -> None:
     assert one.digest(extents) != other.digest(extents)
     for slots in (list(range(64)), [63, 5], [5]):
         one.recurrent(0, "h").copy_(other.recurrent(0, "h"))
-        assert one.sections(slots) == other.sections(slots)
+        assert sections_of(one, slots) == sections_of(other, slots)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str)
@@ -92,7 +93,7 @@ def test_checksums_have_the_same_bits_as_on_the_cpu(dtype: torch.dtype) -> None:
 
 def test_what_a_digest_launches_does_not_depend_on_the_slots() -> None:
     state = make_state("cuda")
-    state.sections([0])
+    sections_of(state, [0])
     counts = []
     for slots in ([5], list(range(64))):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.trellis import ModelSettings, TrellisModel, load_checkpoint, save_checkpoint
+from model.trellis import ModelSettings, load_checkpoint, save_checkpoint
 from tests.support.ranks import RankPool
-from tests.unit.trellis.trellis_cases import WIDE, make
+from tests.unit.trellis.trellis_cases import WIDE, greedy, make
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")]
@@ -42,19 +42,6 @@ def prompts() -> list[list[int]]:
     return [torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist() for length in (1, 7, 24, 30, 61, 2)]
 
 
-def greedy(model: TrellisModel, prompt: list[int], k: int) -> tuple[list[int], list[float]]:
-    """The library's own decoding with `k` loops a token: forward over the prompt, then step by step."""
-    chosen, logprobs = [], []
-    with torch.no_grad():
-        out = model(torch.tensor([prompt]), k=k, state=model.initial_state(1, len(prompt) + NEW_TOKENS), return_state=True)
-        for _ in range(NEW_TOKENS):
-            row = out.logits[0, -1].double().log_softmax(-1)
-            chosen.append(int(row.argmax()))
-            logprobs.append(float(row.max()))
-            out = model.step(chosen[-1], out.state, k=k)
-    return chosen, logprobs
-
-
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_devices)])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("loops", [1, 4])
@@ -66,6 +53,6 @@ def test_float32_tokens_are_the_librarys(ranks: RankPool, folder: Path, world: i
     where = {"folder": str(folder), "device": DEVICE, "forward_mode": mode}
     answers = ranks.run(world, GENERATE, requests=requests, together=True, deadline=300.0, **where, **SETTINGS)[0]["answers"]
     for request, answer in zip(requests, answers, strict=True):
-        tokens, logprobs = greedy(model, request["prompt"], loops)
+        tokens, logprobs = greedy(model, request["prompt"], NEW_TOKENS, loops)
         assert (answer["finish"], answer["error"], answer["tokens"]) == ("length", None, tokens)
         assert answer["logprobs"] == pytest.approx(logprobs, abs=1e-3)

@@ -109,7 +109,7 @@ class ServedTrellis(Graph):
         output = self._output(batch, h)
         output.depths = depths
         if batch.routing:
-            output.routing, output.inputs = torch.stack((first, second)), inputs
+            output.routing, output.inputs, output.outputs = torch.stack((first, second)), inputs, h
         return output
 
     def _output(self, batch: ForwardBatch, h: torch.Tensor) -> ForwardOutput:

@@ -111,7 +111,6 @@ def test_start_by_phase(folder: Path, tmp_path: Path) -> None:
     (row,) = read(out)["rows"]
     phases = [row[name] for name in ("spawn", "import", "prepare", "load", "capture")]
     assert all(seconds > 0 for seconds in phases)
-    assert sum(phases) == pytest.approx(row["ready"])
 
 
 def test_demo_compares_with_transformers_token_by_token(folder: Path, tmp_path: Path) -> None:

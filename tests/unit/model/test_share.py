@@ -18,6 +18,7 @@ from model.parallel import Parallel
 from model.state.sizes import bytes_per_block, bytes_per_slot
 from tests.support.batches import Part, Ranks, relative_error
 from tests.support.checkpoints import clear_prompt, hf_logits, prompt, read_config
+from tests.support.state_sections import sections_of
 from tests.support.weights import load_rank, placed, read_tensors
 
 FAMILIES = ("llama", "mixtral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -48,14 +49,14 @@ def test_ranks_agree_in_every_bit_of_what_they_share_and_keep_their_own_states(c
     first, second = ranks.run(ranks.batch([Part(0, prompt(30)), Part(1, prompt(1))], hidden_rows=True, routing=True))
     for name in ("hidden", "routing", "inputs", "outputs"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
-    sections = [state.sections([0, 1]) for state in ranks.states]
+    sections = [sections_of(state, [0, 1]) for state in ranks.states]
     assert sections == [{}, {}]
     assert not torch.equal(*(state.recurrent(0, "h")[0] for state in ranks.states))
     whole = Ranks(checkpoint("qwen3_next", "heads"), 1)
     whole.run(whole.batch([Part(0, prompt(30)), Part(1, prompt(1))]))
     parts = torch.cat([state.recurrent(0, "h")[0] for state in ranks.states])
     assert relative_error(parts, whole.states[0].recurrent(0, "h")[0]) < 1e-5
-    assert set(whole.states[0].sections([0])) == {"conv", "h"}
+    assert set(sections_of(whole.states[0], [0])) == {"conv", "h"}
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -26,6 +26,7 @@ HEAD = Fingerprint(
     model_config_hash="bb",
     manifest_hash="cc",
     layout="replicated",
+    tuning="",
     world=3,
     slots=8,
     blocks=64,

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.spec import CacheSpec, LayerKind, ModelSpec, StateSpec
 from model.state.checksum import checksum, checksum_rows, combine
 from model.state.registry import SlotExtent, StateRegistry, bytes_per_block, bytes_per_slot
+from tests.support.state_sections import sections_of
 
 SPEC = ModelSpec(
     architecture="Hybrid",
@@ -222,18 +223,18 @@ def test_large_tensors_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_sections_are_of_each_name_in_order_of_slots_whatever_their_numbers() -> None:
     state = randomised(3)
-    base = state.sections([0, 2])
+    base = sections_of(state, [0, 2])
     assert set(base) == {"conv", "h", "count"}
     state.copy_slot(2, 1)
-    assert state.sections([0, 1]) == base
-    assert all(state.sections([2, 0])[name] != value for name, value in base.items())
+    assert sections_of(state, [0, 1]) == base
+    assert all(sections_of(state, [2, 0])[name] != value for name, value in base.items())
     state.recurrent(0, "h")[1] = -state.recurrent(0, "h")[1]  # two signs and more, which must not make up for each other
-    assert {name for name, value in state.sections([0, 1]).items() if value != base[name]} == {"h"}
+    assert {name for name, value in sections_of(state, [0, 1]).items() if value != base[name]} == {"h"}
     state.recurrent(0, "h")[3] += 1
-    assert state.sections([0, 2]) == base
+    assert sections_of(state, [0, 2]) == base
     for bad in (-1, 4):
         with pytest.raises(ValueError, match=f"slot {bad}"):
-            state.sections([0, bad])
+            sections_of(state, [0, bad])
 
 
 class Calls(TorchDispatchMode):

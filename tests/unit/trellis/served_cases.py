@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -170,6 +170,12 @@ def assert_held(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name][-len(tensor) :], tensor, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+
+
+def assert_all_held(serving: Serving, own: Mapping[int, Reference]) -> None:
+    """What each sequence keeps is the library's."""
+    for slot, sequence in own.items():
+        assert_held(serving.held(slot), sequence.held())
 
 
 def assert_logits(got: torch.Tensor | None, expected: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from tests.unit.trellis.served_cases import (
     Reference,
     Serving,
     Turn,
-    assert_held,
+    assert_all_held,
     assert_logits,
     decode_turn,
     library,
@@ -51,8 +51,7 @@ def test_pieces_and_rows_of_one_loop(model: TrellisModel) -> None:
     assert_logits(got, torch.cat((expected[4][38:39], expected[1][:20])))
     got = serving.logits(Part(1, rows[1][20:]), Part(4, rows[4][39:]))
     assert_logits(got, torch.cat((expected[1][20:], expected[4][39:])))
-    for slot, sequence in own.items():
-        assert_held(serving.held(slot), sequence.held())
+    assert_all_held(serving, own)
 
 
 def test_several_loops(model: TrellisModel) -> None:
@@ -68,8 +67,7 @@ def test_several_loops(model: TrellisModel) -> None:
     assert_logits(output.logits, torch.cat((after[None], expected[0], expected[5])))
     output = serving.step(decode_turn(0, 8, 4), decode_turn(3, 9, 3, depth=1))
     assert_logits(output.logits, torch.stack((own[0].decode(8)[0], own[3].decode(9, 1)[0])))
-    for slot, sequence in own.items():
-        assert_held(serving.held(slot), sequence.held())
+    assert_all_held(serving, own)
 
 
 def captured(serving: Serving, rows: list[tuple[int, int]], size: int) -> ForwardBatch:
@@ -125,8 +123,7 @@ def test_a_step_with_idle_rows(model: TrellisModel, slots: tuple[int, ...]) -> N
         batch = captured(serving, [(slot, 30 + slot) for slot in slots], 4)
         logits = serving.models[0](batch, state, SingleRank()).logits
     assert_logits(logits[: len(slots)], torch.stack([own[slot].decode(30 + slot)[0] for slot in slots]))
-    for slot, sequence in own.items():
-        assert_held(serving.held(slot), sequence.held())
+    assert_all_held(serving, own)
 
 
 def test_which_decode_steps_may_be_captured() -> None:

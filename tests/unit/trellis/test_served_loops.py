@@ -16,6 +16,7 @@ from tests.unit.trellis.served_cases import (
     Reference,
     Serving,
     Turn,
+    assert_all_held,
     assert_held,
     assert_logits,
     decode_turn,
@@ -63,15 +64,13 @@ def test_prompts_and_steps_are_the_library_s(models: dict[str, TrellisModel], na
     model = models[name]
     serving, own, ids = Serving(model), {slot: Reference(model, k) for slot in LENGTHS}, prompts(model.config)
     open_prompts(serving, own, ids)
-    for slot, sequence in own.items():
-        assert_held(serving.held(slot), sequence.held())
+    assert_all_held(serving, own)
     tokens = some_ids(6, 4, model.config, seed=5)
     for t, slots in enumerate(((3, 0, 5, 2), (2, 5), (0,), (5, 3, 2, 0))):
         output = serving.step(*(decode_turn(slot, int(tokens[slot, t]), k) for slot in slots))
         assert_logits(output.logits, torch.stack([own[slot].decode(int(tokens[slot, t]))[0] for slot in slots]))
         assert output.depths == (k,) * len(slots)
-    for slot, sequence in own.items():
-        assert_held(serving.held(slot), sequence.held())
+    assert_all_held(serving, own)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -94,8 +93,7 @@ def test_exits_against_thresholds(models: dict[str, TrellisModel], name: str, le
         assert_logits(output.logits, torch.stack([logits for logits, _ in expected]))
         seen.update(output.depths)
     assert seen == {"zero": {1}, "one": {k}, "middle": set(range(1, k + 1)), "mixed": set(range(1, k))}[level]
-    for slot, sequence in own.items():
-        assert_held(serving.held(slot), sequence.held())
+    assert_all_held(serving, own)
 
 
 def test_spans_of_every_kind_in_one_forward(models: dict[str, TrellisModel]) -> None:

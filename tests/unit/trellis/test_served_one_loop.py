@@ -19,6 +19,7 @@ from tests.unit.trellis.served_cases import (
     Reference,
     Serving,
     Turn,
+    assert_all_held,
     assert_held,
     assert_logits,
     decode_turn,
@@ -66,8 +67,7 @@ def test_pieces_beside_decoding_rows(model: TrellisModel) -> None:
         for slot, rows in plan:
             done[slot] += rows
     assert done == lengths
-    for slot, sequence in own.items():
-        assert_held(serving.held(slot), sequence.held())
+    assert_all_held(serving, own)
 
 
 def test_a_slot_is_used_again() -> None:
@@ -105,10 +105,11 @@ def test_what_a_forward_is_asked_for() -> None:
         assert_logits(output.logits, expected.logits[0, [3, 11]])
         assert_logits(model.embedding.logits(output.hidden), expected.logits[0, [3, 11]])
     assert torch.equal(output.inputs, model.embedding.weight[ids.flatten()])
+    assert_logits(model.apply_readout(output.outputs), expected.logits.flatten(0, 1))
     slots = torch.stack([readout.indices.flatten(0, 1).flatten(1) for readout in expected.bank])
     assert (output.routing.dtype, output.routing.tolist()) == (torch.int32, slots.tolist())
     nothing = serving.run(serving.batch([Part(2, [5, 6], [])]))[0]
-    assert (nothing.logits, nothing.routing, nothing.inputs) == (None, None, None)
+    assert (nothing.logits, nothing.routing, nothing.inputs, nothing.outputs) == (None, None, None, None)
 
 
 def test_rows_of_many_bank_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ep_runtime.bench.configs import write_config
 from ep_runtime.bench.floor import split, step_bytes, weight_bytes
@@ -15,8 +16,13 @@ from model.errors import CheckpointError, ModelError, UnsupportedModel
 from model.families.registry import family_of, resolve, spec_of, supported, weight_map
 from model.parallel import ExpertPlacement, Parallel
 from model.spec import CacheSpec, LayerKind
+from model.state.registry import StateRegistry
 from model.trellis.checkpoint import config_to_json
 from model.trellis.presets import PRESETS
+from model.trellis.served import trellis_spec
+from protocol.ack import MESSAGE_BYTES
+from protocol.sections import pack_sections
+from protocol.slots import table_sections
 from tests.unit.trellis.trellis_cases import NANO, NO_SLIDING
 
 FULL = PRESETS["trellis-180m"]
@@ -115,3 +121,13 @@ def test_the_benchmarks_configuration(tmp_path: Path) -> None:
     assert config.trellis == replace(FULL, aux=None)
     with pytest.raises(ValueError, match="trellis-180m is not shortened"):
         write_config("trellis-180m", tmp_path, layers=2)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_sections_of_all_loops_fit_into_an_ack(name: str) -> None:
+    """A text that is cut would leave ranks that differ without a word of where."""
+    spec = trellis_spec(replace(PRESETS[name], aux=None))
+    state = StateRegistry(spec, max_slots=1, num_blocks=1, block_size=16, dtype=torch.float32, device="cpu")
+    names = [*table_sections([None]), *state.section_sums([0]), "routing", "inputs", "outputs", "rows"]
+    assert len(pack_sections(dict.fromkeys(names, 0)).encode()) <= MESSAGE_BYTES
+    assert {"conv", "h"} <= set(names)

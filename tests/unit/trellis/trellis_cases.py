@@ -86,3 +86,17 @@ def assert_same(left: object, right: object) -> None:
             assert_same(one, other)
     else:
         assert left == right
+
+
+def greedy(model: TrellisModel, prompt: list[int], tokens: int, k: int = 1) -> tuple[list[int], list[float]]:
+    """The library's own decoding with `k` loops a token: forward over the prompt, then step by step."""
+    chosen, logprobs = [], []
+    with torch.no_grad():
+        out = model(torch.tensor([prompt]), k=k, state=model.initial_state(1, len(prompt) + tokens), return_state=True)
+        while True:
+            row = out.logits[0, -1].double().log_softmax(-1)
+            chosen.append(int(row.argmax()))
+            logprobs.append(float(row.max()))
+            if len(chosen) == tokens:
+                return chosen, logprobs
+            out = model.step(chosen[-1], out.state, k=k)
