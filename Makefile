@@ -1,6 +1,7 @@
 # make demo            serve the demo model on two ranks on the CPU, ask it a question, stay up until Ctrl-C
 # make demo ONESHOT=1  the same, and end after the answer
 # make demo MODEL=vision  a model that looks at pictures, which the first run trains for a minute or two; ONESHOT=1 as above
+# make demo MODEL=trellis  a looped model that takes digits from nine, likewise trained on the first run
 # make test            linters, type checker, architecture contracts, and all tests
 # make lint            the first three alone
 # make fuzz            random input for the wire and for HTTP, MINUTES=10 each; SEED=N repeats a run, CASE=NAME:NUMBER one case of it

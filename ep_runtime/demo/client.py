@@ -19,6 +19,10 @@ from openai.types.chat import (
 QUESTION = "What is the capital of France? Answer in one sentence."
 
 
+class WrongAnswer(Exception):
+    """The model did not say what is right; the message has both."""
+
+
 def ask(base_url: str, question: str, api_key: str = "none", pictures: Sequence[str] = ()) -> str:
     """Print the answer as it comes, and return it. `pictures` are URLs of images, which stand before the question.
 

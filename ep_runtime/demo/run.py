@@ -14,10 +14,12 @@ from pathlib import Path
 import openai
 
 from ep_runtime.demo.checkpoint import DemoUnavailable, demo_checkpoint
-from ep_runtime.demo.client import QUESTION, ask
+from ep_runtime.demo.client import QUESTION, WrongAnswer, ask
 from ep_runtime.demo.server import DemoFailed, end, wait_ready
+from ep_runtime.demo.trellis_checkpoint import trellis_checkpoint
+from ep_runtime.demo.trellis_client import quiz
 from ep_runtime.demo.vision_checkpoint import vision_checkpoint
-from ep_runtime.demo.vision_client import WrongAnswer, show_and_ask
+from ep_runtime.demo.vision_client import show_and_ask
 from ep_runtime.demo.vision_text import ONE
 
 
@@ -46,18 +48,28 @@ def ask_about_pictures(base_url: str) -> bool:
     return True
 
 
+def ask_for_complements(base_url: str) -> bool:
+    """The Trellis demo's questions; raises `WrongAnswer`."""
+    quiz(base_url)
+    return True
+
+
 DEMOS = {
     "text": Demo(demo_checkpoint, "built", ask_in_text, "'QUESTION'", named=False),
+    "trellis": Demo(trellis_checkpoint, "trained for a minute or two", ask_for_complements, "47921", named=True),
     "vision": Demo(vision_checkpoint, "trained for a minute or two", ask_about_pictures, f"--picture FILE '{ONE}'", named=True),
 }
 """By the name that `--model` takes."""
 
 
 def main() -> int:
-    """`python -m ep_runtime.demo.run [--model text|vision] [--oneshot]`; exit status 0 when all was answered and ended."""
+    """`python -m ep_runtime.demo.run [--model text|trellis|vision] [--oneshot]`; exit status 0 when all was answered and ended."""
     parser = argparse.ArgumentParser(prog="python -m ep_runtime.demo.run", description=__doc__)
     parser.add_argument(
-        "--model", choices=sorted(DEMOS), default="text", help="vision: a model that looks at pictures, trained on the first run"
+        "--model",
+        choices=sorted(DEMOS),
+        default="text",
+        help="trellis: a looped model, vision: one that looks at pictures; both are trained on the first run",
     )
     parser.add_argument("--oneshot", action="store_true", help="end after the answer instead of staying up")
     parser.add_argument("--port", type=int, default=8000)

@@ -1,11 +1,12 @@
-"""The demo model's tokenizer files, written from the vocabulary of its GGUF file."""
+"""The demos' tokenizers: the text demo's from the vocabulary of its GGUF file, the others' from the words that they use."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CONTROL_TOKEN = 3
 """GGUF token type of special tokens (`gguf.TokenType.CONTROL`)."""
@@ -29,6 +30,30 @@ def build_tokenizer(tokens: list[str], merges: list[str], token_types: list[int]
     special = [token for token, kind in zip(tokens, token_types, strict=True) if kind == CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
+
+
+def learn_tokenizer(texts: Iterable[str], specials: Iterable[str], split: pre_tokenizers.PreTokenizer) -> Tokenizer:
+    """Byte-level BPE in which each piece that `split` makes of `texts` is one token, and any other text is bytes.
+
+    `split` ends in a `ByteLevel`. `specials` are the first ids, in order.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2048,
+        special_tokens=list(specials),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def token_ids(tokenizer: Tokenizer, **tokens: str) -> dict[str, int]:
+    """The ids of tokens, under the names that they are given."""
+    vocabulary = tokenizer.get_vocab()
+    return {name: vocabulary[token] for name, token in tokens.items()}
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, template: str, bos: str, eos: str, pad: str, max_length: int) -> None:

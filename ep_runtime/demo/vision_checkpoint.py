@@ -6,12 +6,10 @@ No weights are fetched: a tiny model in the real format learns, in a minute, to 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from ep_runtime.demo.checkpoint import DemoUnavailable, built_once, cache_root
+from ep_runtime.demo.checkpoint import DemoUnavailable
+from ep_runtime.demo.training import train_apart, trained_once
 
 BUILDER_VERSION = 1
 """Part of the cache key: raised when the training or the written files change."""
@@ -23,11 +21,8 @@ def vision_checkpoint(root: Path | None = None) -> Path:
         raise DemoUnavailable(
             "the vision demo trains its model with transformers, which is missing: pip install 'ep-runtime[demo-vision]'"
         )
-    return built_once((root or cache_root()) / f"demo-vision-{BUILDER_VERSION}", _train)
+    return trained_once("vision", BUILDER_VERSION, _train, root)
 
 
 def _train(folder: Path) -> None:
-    command = [sys.executable, "-P", "-m", "ep_runtime.demo.vision_training", str(folder)]
-    status = subprocess.run(command, stdin=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
-    if status != 0:
-        raise DemoUnavailable(f"training the vision demo's model ended with status {status}")
+    train_apart("vision", folder)

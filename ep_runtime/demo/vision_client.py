@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ep_runtime.demo.client import ask
+from ep_runtime.demo.client import WrongAnswer, ask
 from ep_runtime.demo.vision_pictures import COLOURS, SHAPES, Subject, data_uri, draw, png
 from ep_runtime.demo.vision_text import question_of
 
@@ -14,10 +14,6 @@ SEED = 20
 ASKED = ((Subject("red", "circle"),), (Subject("blue", "square"), Subject("yellow", "triangle")))
 """What the pictures of each request show."""
 VOCABULARY = (*COLOURS, *SHAPES)
-
-
-class WrongAnswer(Exception):
-    """The model did not name what a picture shows."""
 
 
 def show_and_ask(base_url: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from ep_runtime.demo.tokenizer import token_ids
 from ep_runtime.demo.vision_text import END, IMAGE, MAX_LENGTH, PAD, VIDEO, VISION_END, VISION_START, write_text
 
 PATCH, MERGE, FRAMES = 8, 2, 2
@@ -63,7 +64,7 @@ PROCESSOR = {"processor_class": "Qwen3VLProcessor"}
 
 def vision_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Ids of the tokens around and in the place of images and videos, under the configuration's names."""
-    return _ids(
+    return token_ids(
         tokenizer,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
@@ -74,12 +75,7 @@ def vision_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 def end_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Ids of the tokens that begin, end and fill a text, likewise."""
-    return _ids(tokenizer, bos_token_id=PAD, eos_token_id=END, pad_token_id=PAD)
-
-
-def _ids(tokenizer: Tokenizer, **tokens: str) -> dict[str, int]:
-    vocabulary = tokenizer.get_vocab()
-    return {name: vocabulary[token] for name, token in tokens.items()}
+    return token_ids(tokenizer, bos_token_id=PAD, eos_token_id=END, pad_token_id=PAD)
 
 
 def model_config(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, pre_tokenizers
 
-from ep_runtime.demo.tokenizer import write_tokenizer
+from ep_runtime.demo.tokenizer import learn_tokenizer, write_tokenizer
 from ep_runtime.demo.vision_pictures import COLOURS, SHAPES, Subject
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -59,18 +59,9 @@ def render(question: str, pictures: int = 0) -> str:
 
 def build_tokenizer() -> Tokenizer:
     """Byte-level BPE in which each word of the questions and answers is one token, and any other text is bytes."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     words = [answer_of([Subject(colour, shape)] * 2) for colour in COLOURS for shape in SHAPES]
-    trainer = trainers.BpeTrainer(
-        vocab_size=2048,
-        special_tokens=list(SPECIALS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([ONE, TWO, *TALK, *TALK.values(), *words, "a user", "assistant\n"], trainer)
-    return tokenizer
+    texts = [ONE, TWO, *TALK, *TALK.values(), *words, "a user", "assistant\n"]
+    return learn_tokenizer(texts, SPECIALS, pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
 def write_text(folder: Path, tokenizer: Tokenizer) -> None:

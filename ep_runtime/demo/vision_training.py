@@ -1,4 +1,4 @@
-"""Trains the vision demo's model from random weights and fills its folder. The one module of the demo that imports torch.
+"""Trains the vision demo's model from random weights and fills its folder.
 
 A process of its own: `python -m ep_runtime.demo.vision_training FOLDER`. One thread and fixed seeds, so that a machine gives the
 same weights each time. A step sees one kind of prompt (one picture, two, or none), its pictures alike in size, and the answers of a
@@ -7,11 +7,8 @@ kind have the same number of tokens, so that a batch needs no padding.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import math
 import random
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +20,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional
 
+from ep_runtime.demo.training import Progress, TrainingFailed, rate_at, run_training
 from ep_runtime.demo.vision_folder import CUT, MERGE, model_config, vision_ids, write_folder
 from ep_runtime.demo.vision_pictures import Subject, draw, subjects
 from ep_runtime.demo.vision_text import END, TALK, answer_of, build_tokenizer, question_of, render
@@ -35,18 +33,12 @@ SINGLES = 150
 """The first steps show one picture at a time: which of two is which is learnt faster once shapes are known."""
 TALK_EVERY = 10
 BATCH = 32
-WARM_UP = 20
-REPORT_EVERY = 50
 SPREAD = 0.12
 """Standard deviation of the first weights: with transformers' 0.02 a model this narrow takes twice as many steps."""
 TARGET = 0.006
 """Most of the loss a token on pictures that were held out, at which the answers are right."""
 
 Grid = tuple[int, int, int]
-
-
-class TrainingFailed(Exception):
-    """The loss stayed above the target; the message has both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,18 +167,16 @@ def train(folder: Path) -> None:
 
 def run_round(model: Any, image: int, optimizer: Any, batches: Iterable[Batch], steps: int, rate: float) -> None:
     """Steps whose rate rises to `rate` and falls along a cosine to 0."""
-    seen: list[float] = []
+    progress = Progress(steps)
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
+            group["lr"] = rate * rate_at(step, steps)
         loss, _ = loss_of(model, batch, image)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        seen.append(loss.item())
-        if len(seen) % REPORT_EVERY == 0:
-            print(f"  step {len(seen)} of {steps}: loss {sum(seen[-REPORT_EVERY:]) / REPORT_EVERY:.4f}", flush=True)
+        progress.add(loss.item())
 
 
 def held_out_loss(model: Any, course: Course) -> float:
@@ -218,16 +208,8 @@ def published(model: Any) -> dict[str, torch.Tensor]:
 
 
 def main() -> int:
-    """Train into the folder that is named; status 1, with the reason, when the target was missed."""
-    parser = argparse.ArgumentParser(prog="python -m ep_runtime.demo.vision_training", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    flags = parser.parse_args()
-    try:
-        train(flags.folder)
-    except TrainingFailed as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    """See `run_training`."""
+    return run_training("vision", __doc__, train)
 
 
 if __name__ == "__main__":

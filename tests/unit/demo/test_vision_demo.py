@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ep_runtime.demo import vision_training
 from ep_runtime.demo.checkpoint import DemoUnavailable
-from ep_runtime.demo.client import content_of, file_uri
+from ep_runtime.demo.client import WrongAnswer, content_of, file_uri
 from ep_runtime.demo.vision_checkpoint import vision_checkpoint
-from ep_runtime.demo.vision_client import WrongAnswer, judge
+from ep_runtime.demo.vision_client import judge
 from ep_runtime.demo.vision_folder import write_folder
 from ep_runtime.demo.vision_pictures import COLOURS, SHAPES, Subject, data_uri, draw, png, subjects
 from ep_runtime.demo.vision_text import ONE, TALK, TWO, answer_of, build_tokenizer, render
