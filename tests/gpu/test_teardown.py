@@ -96,7 +96,7 @@ def test_what_a_digest_launches_does_not_depend_on_the_slots() -> None:
     sections_of(state, [0])
     counts = []
     for slots in ([5], list(range(64))):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             state.section_sums(slots)
             torch.cuda.synchronize()
         counts.append(sum(event.device_type.name == "CUDA" for event in profile.events()))

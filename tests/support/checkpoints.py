@@ -145,7 +145,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 DIVISIBLE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 """Heads for two ranks, and for four that share the key/value heads."""
-_DIVISIBLE_HYBRID = {**_HYBRID, **DIVISIBLE, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_DIVISIBLE_HYBRID = {
+    **_HYBRID,
+    **DIVISIBLE,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+}
 _BY_HEADS: dict[str, dict[str, Any]] = {
     "llama": {**VARIANTS["llama"]["bias"], **DIVISIBLE},
     "mixtral": {**VARIANTS["mixtral"]["window"], **DIVISIBLE},
@@ -155,7 +161,8 @@ _BY_HEADS: dict[str, dict[str, Any]] = {
     "qwen3_5": {**_DIVISIBLE_HYBRID, "tie_word_embeddings": True},
     "qwen3_5_moe": {**_DIVISIBLE_HYBRID, **_HYBRID_MOE},
 }
-"""The variant `heads` of each family: its heads and the units of its dense MLPs divide by 2 and by 4. It is not among CASES."""
+"""The variant `heads` of each family: its heads and the units of its dense MLPs divide by 2 and by 4, and kernels take the sizes of all its
+heads. It is not among CASES."""
 
 CASES: tuple[tuple[str, str], ...] = tuple((family, variant) for family, variants in VARIANTS.items() for variant in variants)
 
