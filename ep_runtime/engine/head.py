@@ -2,7 +2,8 @@
 
 Step n+1 is planned and launched while step n is on the device; results are read when they are ready, and awaited only when two
 steps are under way. On a CPU a launched step is a finished one, so its results are read before the next plan is made. A suspect's
-step is alone on the device, and the progress page names it meanwhile. Images are encoded between steps, a slice for each.
+step is alone on the device, and the progress page names it meanwhile. Images are encoded between steps, a slice for each, and never
+beside pieces of prompts: while both are due they take turns.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Head:
         self._check_epoch = check_epoch
         self._announce = announce
         self._encoder = encoder
+        self._slice_next = False
         self._last_announce = -SIGN_OF_LIFE_S
         self._last_command = time.monotonic()
         self._last_publish = 0.0
@@ -137,8 +139,10 @@ class Head:
         while self._in_flight and self._read_when_ready and self._in_flight[0].ready():
             self._read()
         may_launch = self._may_launch()
-        encoding = may_launch and self._encode()
+        encoding = may_launch and self._images_due()
         plan = self._plan() if may_launch else None
+        if encoding:
+            self._encode(plan)
         self._resting = plan is None and not self._in_flight and not encoding
         if plan is not None:
             self._launch(plan)
@@ -150,7 +154,10 @@ class Head:
                 self._await(self._encoder.ready)
 
     def _plan(self) -> Plan | None:
-        return self._scheduler.plan() if self._encoder is None else self._scheduler.plan(self._encoder.cache)
+        encoder = self._encoder
+        if encoder is None:
+            return self._scheduler.plan()
+        return self._scheduler.plan(encoder.cache, prompts=not (self._slice_next and self._may_encode(encoder)))
 
     def shutdown(self) -> None:
         """End what is left as aborted, free every slot, and let the workers leave. New requests are refused from here on."""
@@ -229,10 +236,10 @@ class Head:
 
     # Encoding
 
-    def _encode(self) -> bool:
-        """Launch one slice of the images that come next, if another may be launched. False when nothing is to be encoded.
+    def _images_due(self) -> bool:
+        """Begin to encode the images that come next, unless a pass is under way. False when nothing is to be encoded.
 
-        A request whose image cannot be encoded gets the error. A suspect's slices are alone on the device, like its steps.
+        A suspect's slice is launched here: it is alone on the device, like a suspect's steps, and what is in flight is read before.
         """
         encoder = self._encoder
         if encoder is None:
@@ -242,18 +249,32 @@ class Head:
         if not encoder.busy and self._scheduler.images_due:
             wanted = self._scheduler.next_images(encoder.cache.capacity_rows, encoder.cache)
             encoder.begin([WantedImage(w.request_id, self.requests[w.request_id].images[w.index], w.alone) for w in wanted])
-        if encoder.busy and encoder.suspect:
+        if not encoder.busy:
+            return False
+        if encoder.suspect:
             self._read_all()
             self._await(encoder.done)
             self._page.set_alone(encoder.suspect)
             self._advance(encoder)
             self._await(encoder.done)
             self._page.set_alone("")
-        elif encoder.busy and encoder.ready():
+        return True
+
+    def _encode(self, plan: Plan | None) -> None:
+        """Launch the next slice in front of this plan's step. Behind a step with pieces of prompts, a slice's turn comes first."""
+        encoder = self._encoder
+        if encoder is None or not self._may_encode(encoder):
+            return
+        self._slice_next = plan is not None and bool(plan.tokens)
+        if not self._slice_next:
             self._advance(encoder)
-        return encoder.busy or self._scheduler.images_due
+
+    def _may_encode(self, encoder: ImageEncoder) -> bool:
+        """Whether the next slice may go in front of a step."""
+        return encoder.busy and not encoder.suspect and encoder.ready()
 
     def _advance(self, encoder: ImageEncoder) -> None:
+        """One slice. A request whose image cannot be encoded gets the error."""
         self._page.enter(Phase.EXECUTING)
         for failure in encoder.advance():
             self._scheduler.reject([failure.request_id], failure.message, failure.status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_runtime.engine.vision.cost import chunk_cost
+from ep_runtime.engine.vision.cost import slice_cost
 from ep_runtime.engine.vision.encoder import ImageEncoder
 from ep_runtime.scheduler.core import SchedulerLimits
 from model.config import ModelConfig
@@ -38,7 +38,7 @@ def scheduler_limits(rank: RankModel, limits: SlotLimits) -> SchedulerLimits:
 
 
 def image_encoder(rank: RankModel, executor: Executor) -> ImageEncoder | None:
-    """The head's encoder for one epoch, None for a model without vision. A slice costs what the longest prompt piece does."""
+    """The head's encoder for one epoch, None for a model without vision."""
     tower, vision, config = rank.loaded.tower, rank.spec.vision, rank.loaded.config
     if tower is None or vision is None or rank.images is None:
         return None
@@ -48,7 +48,7 @@ def image_encoder(rank: RankModel, executor: Executor) -> ImageEncoder | None:
         vision,
         rank.images,
         rank.device,
-        slice_cost=chunk_cost(share(config), rank.config.max_num_batched_tokens or 1),
+        slice_cost=slice_cost(share(config), rank.config.max_num_batched_tokens or 1, rank.parallel.world),
         pass_rows=rank.max_image_tokens,
         offer=executor.offer_rows,
     )

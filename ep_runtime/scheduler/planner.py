@@ -38,12 +38,12 @@ class Planner:
         self._numbers = 0
         self._was_solo = False
 
-    def make(self, encoded: Container[bytes]) -> StepRecord | None:
-        """The next step, or None when no slot moves and no row is due."""
+    def make(self, encoded: Container[bytes], *, prompts: bool = True) -> StepRecord | None:
+        """The next step, or None when no slot moves and no row is due. Without `prompts` only suspects get prompt rows."""
         draft = Draft(self._limits.max_batch_tokens, self._limits.max_scored_rows, encoded)
         solo = False
         if self._was_solo or not (solo := self._plan_solo(draft)):
-            self._plan_batch(draft)
+            self._plan_batch(draft, prompts)
             solo = not draft.spans and self._was_solo and self._plan_solo(draft)
         self._was_solo = solo
         # Last, because planning preempts: the victims' FREEs go out at once.
@@ -61,10 +61,10 @@ class Planner:
         )
         return StepRecord(number=self._numbers, plan=plan, sequences=tuple(draft.sequences), admitted=tuple(draft.admitted))
 
-    def _plan_batch(self, draft: Draft) -> None:
+    def _plan_batch(self, draft: Draft, prompts: bool) -> None:
         preempted = self._life.preemptions
         self._plan_decodes(draft, self._life.running.decoding)
-        if self._plan_prompts(draft) and preempted == self._life.preemptions:
+        if prompts and self._plan_prompts(draft) and preempted == self._life.preemptions:
             while self._admit_next(draft, alone=False):
                 pass
 

@@ -119,18 +119,19 @@ class Scheduler:
 
     # Steps
 
-    def plan(self, encoded: Container[bytes] = ()) -> Plan | None:
+    def plan(self, encoded: Container[bytes] = (), *, prompts: bool = True) -> Plan | None:
         """The next step, to be `launched` or `discard`ed before another is made; None when there is nothing to do now.
 
         `encoded` has the digests of the images whose rows are here: a sequence starts when it has those of all its images outside
         its prefix hit. Until then those behind it wait, too, as behind any other that cannot start yet; running ones go on.
+        Without `prompts` no piece of a prompt is planned, unless it is a suspect's: something else has this step's time.
 
         None while nothing is launched means that no sequence is alive, or that some wait for grammar masks or for images to be
-        encoded, and others for room.
+        encoded, and others for room, or that it was made without `prompts`.
         """
         if self._made is not None:
             raise SchedulerError("the last plan was neither launched nor discarded")
-        self._made = self._planner.make(encoded)
+        self._made = self._planner.make(encoded, prompts=prompts)
         return None if self._made is None else self._made.plan
 
     def launched(self, plan: Plan) -> None:

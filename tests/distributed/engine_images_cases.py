@@ -24,6 +24,9 @@ from tests.support.rank_context import RankContext
 
 Request = dict[str, Any]
 
+SLICE_COST = 2e6
+"""Operations: a block of several images of these tests at once, and the same slices in every world."""
+
 
 class Record:
     """What the head does from now on: plans launched, commands sent, digests compared, images a finished pass of the encoder."""
@@ -41,6 +44,7 @@ class Record:
         driver.scheduler.launched = self.launched  # type: ignore[method-assign]
         encoder = driver.head._encoder
         assert encoder is not None
+        encoder._slice_cost = SLICE_COST
         tower, rows = encoder._tower, encoder._tower.rows
 
         def finished(encoding: Encoding) -> list[torch.Tensor]:

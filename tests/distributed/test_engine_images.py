@@ -167,7 +167,7 @@ def test_the_smallest_pieces_and_the_largest(ranks: RankPool, folders: Folders, 
 def test_few_blocks_and_rows_change_no_token(ranks: RankPool, folders: Folders, name: str) -> None:
     """Preempted sequences get their rows anew, from the cache or encoded again."""
     folder = folders(name)
-    requests = requests_of(PROMPTS, 20)
+    requests = requests_of(PROMPTS, 40)
     few = {**SETTINGS, "num_blocks": 26, "max_image_tokens": 32, "image_cache_bytes": 0}
     for world, settings in ((2, {}), (3, {"lookahead": True})):
         record = ranks.run(world, CASES + "serve", folder=str(folder), requests=requests, **few, **settings)[0]

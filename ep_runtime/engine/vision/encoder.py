@@ -1,7 +1,7 @@
 """Encodes images of several requests in one pass, a slice at a time, so that steps of others fit between.
 
 The device's work is launched and never waited for: rows are in the cache as soon as their last slice is launched, and whatever
-uses them follows on the same stream. At most SLICES_AHEAD slices are on the device at once.
+uses them follows on the same stream. At most SLICES_AHEAD slices are on the device at once. Pixels go there in pieces, too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from ep_runtime.engine.out_of_memory import let_go
-from ep_runtime.engine.staging import upload
-from model.vision.patches import ImagePixels
+from ep_runtime.engine.vision.pixels import PixelUpload
 from protocol.ack import FATAL_CODES, ErrorCode, error_code
 from protocol.errors import EpCommandFailed
 
@@ -31,6 +29,9 @@ log = logging.getLogger(__name__)
 
 SLICES_AHEAD = 2
 """One slice on the device, one launched behind it: as many as the head's steps."""
+
+PASS_IMAGES = 32
+"""Images of a pass: each size among them takes launches of its own in every block, however small it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,15 @@ class _Pass:
 
     wanted: tuple[WantedImage, ...]
     layers: int
+    upload: PixelUpload | None = None
     encoding: Encoding | None = None
 
 
 class ImageEncoder:
-    """Owns the pass under way. `slice_cost` bounds a slice in floating point operations, `pass_rows` a pass in rows."""
+    """Owns the pass under way. `slice_cost` bounds a slice in floating point operations, `pass_rows` a pass in rows.
+
+    A slice is one block of one image at least, whatever that costs.
+    """
 
     def __init__(
         self,
@@ -179,15 +184,19 @@ class ImageEncoder:
                 continue
             rows += one.image.rows
             cost += self._tower.layer_cost([one.image])
-            if rows > self._pass_rows or cost > self._slice_cost:
+            if rows > self._pass_rows or cost > self._slice_cost or len(chosen) == PASS_IMAGES:
                 break
             chosen.append(one)
         return tuple(chosen)
 
     def _slice(self, run: _Pass) -> bool:
-        """Embed, or run some blocks, or take the rows, which ends the pass: True."""
+        """Copy pixels and embed the last of them, or run some blocks, or take the rows, which ends the pass: True."""
         if run.encoding is None:
-            run.encoding = self._tower.begin(self._upload([one.image for one in run.wanted]))
+            if run.upload is None:
+                run.upload = PixelUpload([one.image for one in run.wanted], self._unit, self._device)
+            if run.upload.advance():
+                run.encoding = self._tower.begin(run.upload.pixels())
+                run.upload = None
             return False
         if run.encoding.remaining_layers:
             self._tower.advance(run.encoding, run.layers)
@@ -197,24 +206,11 @@ class ImageEncoder:
             self._singly.discard(one.image.digest)
         return True
 
-    def _upload(self, images: Sequence[VisionInput]) -> list[ImagePixels]:
-        """The pixels on the device, by one asynchronous copy."""
-        unit = self._unit
-        shapes = [(image.frames, image.height * unit, image.width * unit, 3) for image in images]
-        flat = [np.frombuffer(image.pixels, dtype=np.uint8) for image in images]
-        if self._device.type == "cpu":
-            flat = [pixels.copy() for pixels in flat]  # torch takes no memory that it could not write to
-        moved = upload(flat, self._device)
-        return [
-            ImagePixels(frames=image.frames, height=image.height, width=image.width, pixels=pixels.view(shape))
-            for image, pixels, shape in zip(images, moved, shapes, strict=True)
-        ]
-
     def _fail(self, run: _Pass, error: Exception) -> list[Failure]:
         """A pass of one image fails its request; the images of a larger one are tried singly, since one of them may be at fault."""
         let_go(error)
         embedded = run.encoding is not None
-        self._pass = run.encoding = None
+        self._pass = run.encoding = run.upload = None
         if len(run.wanted) > 1:
             log.warning("encoding %d images together failed, they are tried singly: %s", len(run.wanted), error)
             self._singly.update(one.image.digest for one in run.wanted)

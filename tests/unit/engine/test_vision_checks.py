@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,16 +12,18 @@ import numpy as np
 import pytest
 import torch
 
+from ep_runtime.bench.configs import write_vision_config
 from ep_runtime.config import Facts, RuntimeConfig, resolve
 from ep_runtime.engine.footprint import memory_needs
 from ep_runtime.engine.vision.checks import images_fault
-from ep_runtime.engine.vision.cost import chunk_cost
+from ep_runtime.engine.vision.cost import chunk_cost, slice_cost
 from ep_runtime.engine.vision.inputs import vision_input
 from model.loader import prepare_model
 from model.memory import DeviceMemory, plan_memory
 from model.parallel import Parallel
 from model.spec import VisionSpec
 from model.vision.scratch import tower_scratch
+from model.vision.tower import VisionTower
 from protocol.messages import SamplingParams, Submit, VisionInput
 from protocol.vision import pixel_digest
 from tests.support.vision_checkpoints import make_vision_checkpoint
@@ -131,7 +134,7 @@ def test_rows_at_once_follow_from_the_longest_sequence(tmp_path: Path, length: i
     assert needs.images[1][1] == 2 * tokens * 160, "the cache has room for one prompt whatever is asked for"
 
 
-def test_a_slice_is_as_large_as_a_prompt_piece(tmp_path: Path) -> None:
+def test_a_prompt_piece_costs_two_operations_a_weight(tmp_path: Path) -> None:
     """Weights that a row meets, from the shapes of the checkpoint's tensors."""
     folder = make_vision_checkpoint("qwen3_vl_moe", tmp_path / "model")
     prepared = prepare_model(folder, Parallel(0, 1), dtype=torch.float32, device="cpu")
@@ -139,3 +142,25 @@ def test_a_slice_is_as_large_as_a_prompt_piece(tmp_path: Path) -> None:
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     moe = 10 * hidden + 3 * 3 * 24 * hidden
     assert chunk_cost(prepared.config, 8) == 2 * 8 * 3 * (attention + moe)
+    assert chunk_cost(prepared.config, 8, ranks=3) == 2 * 8 * 3 * (attention + 10 * hidden + 3 * 24 * hidden)
+    assert slice_cost(prepared.config, 8, 1) == chunk_cost(prepared.config, 8) / 2
+
+
+H200_PROMPT, H200_TOWER, H200_STEP = 346e12, 287e12, 7.0e-3
+"""Operations a second of a full piece and of the tower, seconds of a decode step: docs/benchmarks/data/h200-vision-*.json."""
+
+
+@pytest.mark.parametrize(("side", "other"), [(512, 512), (1024, 1024), (2048, 2048), (4096, 2048)])
+@pytest.mark.parametrize(("rows", "gap"), [(2048, 0.0360), (8192, 0.0884)])
+def test_a_gap_with_a_slice_is_no_longer_than_that_of_a_full_piece(
+    tmp_path: Path, rows: int, gap: float, side: int, other: int
+) -> None:
+    """Of Qwen3.5-35B-A3B: `gap` is what streams on an H200 see of a piece of so many rows."""
+    write_vision_config("qwen3.5-35b-a3b", tmp_path)
+    config = prepare_model(tmp_path, Parallel(0, 1), dtype=torch.bfloat16, device="meta", load_format="dummy").config
+    tower = SimpleNamespace(config=config.vision)
+    seen = SimpleNamespace(height=side // 32, width=other // 32)
+    block = VisionTower.layer_cost(tower, [seen])  # type: ignore[arg-type]
+    blocks = min(27, max(1, slice_cost(config, rows, 1) // block))
+    assert chunk_cost(config, rows) / H200_PROMPT == pytest.approx(gap, rel=0.35), "the estimate is of that size"
+    assert blocks * block / H200_TOWER + H200_STEP <= 1.1 * gap

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from ep_runtime.engine.vision import encoder as encoder_module
 from ep_runtime.engine.vision.cache import EncodedImages
 from ep_runtime.engine.vision.encoder import ImageEncoder, WantedImage
 from ep_runtime.engine.vision.inputs import vision_input
+from ep_runtime.engine.vision.pixels import PixelUpload
 from model.errors import BatchError
 from model.spec import VisionSpec
 from model.vision.patches import ImagePixels
@@ -134,6 +136,32 @@ def test_a_pass_has_images_of_several_requests_within_rows_and_cost() -> None:
     b = bench(slice_cost=1.0, pass_rows=1)
     b.encoder.begin(images)
     assert b.encoder.requests == ["r0"], "the first one goes whatever it costs"
+    b = bench(pass_rows=1000, cache_rows=1000)
+    b.encoder.begin([wanted(n) for n in range(40)])
+    assert b.encoder.requests == [f"r{n}" for n in range(32)], "each size has launches of its own"
+
+
+def test_pixels_go_to_the_device_in_pieces() -> None:
+    """Of 100 bytes, which end in the midst of images of 48, 144 and 48."""
+    images = [wanted(1), wanted(2, rows=3), wanted(3)]
+    upload = PixelUpload([one.image for one in images], 4, torch.device("cpu"), piece_bytes=100)
+    assert [upload.advance() for _ in range(3)] == [False, False, True]
+    for one, moved in zip(images, upload.pixels(), strict=True):
+        assert (moved.frames, moved.height, moved.width) == (1, one.image.height, one.image.width)
+        assert moved.pixels.numpy().tobytes() == one.image.pixels
+
+
+def test_nothing_is_embedded_before_all_pixels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "PixelUpload", lambda *given: PixelUpload(*given, piece_bytes=100))
+    b = bench()
+    b.encoder.begin([wanted(1), wanted(2, rows=3), wanted(3)])
+    calls = []
+    while b.encoder.busy:
+        assert b.encoder.advance() == []
+        calls.append(len(b.tower.calls))
+    assert calls == [0, 0, 1, 2, 3], "two slices copy pixels alone"
+    assert b.tower.calls[0] == ("begin", [1, 2, 3])
+    assert torch.equal(b.encoder.cache.rows(wanted(3).image.digest), torch.full((1, 3), 3.0))
 
 
 def test_a_suspect_shares_a_pass_with_nobody() -> None:

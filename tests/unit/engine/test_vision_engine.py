@@ -209,6 +209,61 @@ def test_steps_of_others_go_on_between_the_slices(vision_folder: Folder) -> None
         driver.finish()
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_no_slice_and_no_piece_of_a_prompt_lie_between_the_same_two_tokens(vision_folder: Folder, lookahead: bool) -> None:
+    """A stream, a text of six pieces, and images in a queue: slices and pieces take turns while both are due."""
+    with engine(vision_folder("qwen3_5_moe"), lookahead=lookahead, max_num_seqs=5, max_num_batched_tokens=16) as driver:
+        events: list[str] = slow(driver)
+        driver.submit("stream", [5, 6, 7], max_tokens=60)
+        while len(driver.answers["stream"].tokens) < 3:
+            driver.turn()
+        wrap_forward(driver, events)
+        driver.submit("text", [5 + n % 40 for n in range(80)], max_tokens=1)
+        for name, number in (("first", 0), ("second", 2)):
+            send(driver, name, PROMPTS[number])
+        driver.finish()
+    assert all(answer.finish == "length" for answer in driver.answers.values())
+    gaps, gap = [], []
+    for event in events:
+        gap.append("slice" if event in SLICES else event)
+        if event not in SLICES:
+            gaps.append(gap)
+            gap = []
+    assert {tuple(gap) for gap in gaps} == {("step",), ("piece",), ("slice", "step")}
+    # Five slices of the first image beside the text's six pieces: neither waits for more than one of the other.
+    assert [gap[0] for gap in gaps[:11]] == ["piece", "slice"] * 5 + ["piece"]
+    assert sum(event in SLICES for event in events) == 4 * 5, "a pass of each image, since no two fit into a slice"
+
+
+SLICES = ("begin", "advance", "rows")
+
+
+def wrap_forward(driver: Driver, events: list[str]) -> None:
+    """Note each step from now on: whether it has pieces of prompts, or just next tokens."""
+    real = driver.broadcaster.run
+
+    def run(command: Any, seq_id: int, **options: Any) -> None:
+        if "tokens" in options:
+            events.append("piece" if options["tokens"] else "step")
+        real(command, seq_id, **options)
+
+    driver.broadcaster.run = run  # type: ignore[method-assign]
+
+
+def test_a_slice_whose_request_ends_before_its_turn_keeps_no_prompt_waiting(vision_folder: Folder) -> None:
+    with engine(vision_folder("qwen3_5_moe")) as driver:
+        events = slow(driver)
+        wrap_forward(driver, events)
+        driver.submit("text", [5 + n % 40 for n in range(80)], max_tokens=1)
+        send(driver, "gone", PROMPTS[0])
+        while events[-1:] != ["piece"]:
+            driver.turn()
+        driver.send(Abort(["gone"]))
+        driver.finish(limit=20)
+    assert driver.answers["text"].finish == "length"
+    assert events == ["piece"] * 5
+
+
 def test_an_aborted_request_ends_its_pass_and_a_shutdown_does_not_wait_for_one(vision_folder: Folder) -> None:
     with engine(vision_folder("qwen3_5_moe")) as driver:
         calls = slow(driver)
