@@ -161,8 +161,8 @@ _BY_HEADS: dict[str, dict[str, Any]] = {
     "qwen3_5": {**_DIVISIBLE_HYBRID, "tie_word_embeddings": True},
     "qwen3_5_moe": {**_DIVISIBLE_HYBRID, **_HYBRID_MOE},
 }
-"""The variant `heads` of each family: its heads and the units of its dense MLPs divide by 2 and by 4, and kernels take the sizes of all its
-heads. It is not among CASES."""
+"""The variant `heads` of each family: its heads and the units of its dense MLPs divide by 2 and by 4, and kernels take the
+sizes of all its heads. It is not among CASES."""
 
 CASES: tuple[tuple[str, str], ...] = tuple((family, variant) for family, variants in VARIANTS.items() for variant in variants)
 
