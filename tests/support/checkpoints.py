@@ -150,7 +150,8 @@ _DIVISIBLE_HYBRID = {
     **DIVISIBLE,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_value_head_dim": 16,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
 }
 _BY_HEADS: dict[str, dict[str, Any]] = {
     "llama": {**VARIANTS["llama"]["bias"], **DIVISIBLE},

@@ -144,18 +144,18 @@ def test_caches_states_and_weights_shrink_by_what_is_divided(checkpoint: Checkpo
     for ranks in (1, 2, 4):
         spec = spec_of(share.split(whole, ranks))
         sizes.append((bytes_per_block(spec, 16, "float32"), bytes_per_slot(spec, "float32")))
-    # One attention layer of 2 key/value heads of 16; three of 4 value heads of 16 x 16, their channels 2 x 2 x 16 and 4 x 16, and
+    # One attention layer of 2 key/value heads of 16; three of 4 value heads of 64 x 64, their channels 2 x 2 x 64 and 4 x 64, and
     # three positions of these.
-    assert sizes[0] == (2 * 16 * 2 * 16 * 4, 3 * 4 * (4 * 16 * 16 + 3 * (64 + 64)))
+    assert sizes[0] == (2 * 16 * 2 * 16 * 4, 3 * 4 * (4 * 64 * 64 + 3 * (256 + 256)))
     assert sizes[1] == (sizes[0][0] // 2, sizes[0][1] // 2)
-    assert sizes[2] == (sizes[0][0] // 2, 3 * 4 * (16 * 16 + 3 * (32 + 16)))
+    assert sizes[2] == (sizes[0][0] // 2, 3 * 4 * (64 * 64 + 3 * (128 + 64)))
     replicated, divided = (
         prepare_model(path, Parallel(1, 2), dtype=torch.float32, device="cpu", attention_layout=layout).weight_bytes
         for layout in ("replicated", "tensor")
     )
     hidden, units = 40, 56
     attention = hidden * 16 * (3 * 4 + 2 * 2)
-    delta = hidden * (64 + 2 * 64 + 2 * 4) + 64 * hidden + 4 * (64 + 64) + 2 * 4
+    delta = hidden * (256 + 2 * 256 + 2 * 4) + 256 * hidden + 4 * (256 + 256) + 2 * 4
     assert replicated - divided == 4 * (attention + 3 * delta + 4 * 3 * hidden * units) // 2
 
 
