@@ -247,7 +247,7 @@ class FusedOperators:
         """Whether the kernels take the layer's sizes; its decode step is theirs alone then."""
         if isinstance(mixer, Attention):
             return _power_of_two(mixer.head_dim) and block_size % 16 == 0
-        # With heads of 16 elements, the compiled kernels of pieces gave wrong values (H200, Triton 3.6); from 64 on they are tested.
+        # With heads of 16 elements, compiled kernels of pieces gave wrong values (H200, Triton 3.6); from 64 on they are tested.
         return all(_power_of_two(size) and size >= 64 for size in (mixer.shape.key_dim, mixer.shape.value_dim))
 
     def _tiles(self, batch: ForwardBatch, prepared: Prepared, group: int, config: PrefillConfig) -> torch.Tensor:
