@@ -66,7 +66,7 @@ class RuntimeConfig(BaseModel):
         None, description="how a forward runs; None: graph on GPU, eager on CPU"
     )
     attention_layout: str = Field(
-        "replicated",
+        "auto",
         description="where attention is computed: 'replicated' on every rank, 'tensor' by heads, 'auto' as should be faster",
     )
     protocol: int = Field(2, ge=1, le=2, description="version of the command protocol; 1 is the one-sequence dialect")
