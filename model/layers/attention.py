@@ -34,7 +34,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`; writes the rows' keys and values before reading the cache."""
-        return self.out(step.operators.attention(self, self.qkv(x), step))
+        linear = step.operators.linear
+        return linear(self.out, step.operators.attention(self, linear(self.qkv, x, step), step), step)
 
     def attend(self, projected: torch.Tensor, step: Step) -> torch.Tensor:
         """The torch form of everything between the two projections: `[T, heads * head_dim]`."""

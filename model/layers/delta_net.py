@@ -37,7 +37,8 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`; the slots' states become those after their last row."""
-        return self.out(step.operators.delta(self, self.projection(x), step))
+        linear = step.operators.linear
+        return linear(self.out, step.operators.delta(self, linear(self.projection, x, step), step), step)
 
     def mix(self, projected: torch.Tensor, step: Step) -> torch.Tensor:
         """The torch form of everything between the two projections: `[T, value_heads * value_dim]`."""

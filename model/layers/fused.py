@@ -15,6 +15,9 @@ from kernels.delta_decode_triton import DeltaWeights, delta_decode
 from kernels.delta_plan import DeltaPlan, delta_plan
 from kernels.experts_config import ExpertsConfig, default_config, experts_config, experts_shape
 from kernels.experts_triton import moe_experts
+from kernels.few_rows import MOST_ROWS, FewRowsConfig, few_rows_config, few_rows_shape
+from kernels.few_rows import default_config as default_linear
+from kernels.few_rows_triton import linear_rows
 from kernels.one_shot_triton import PeerMemory, reduce_add_norm_rows, reduce_rows
 from kernels.paged_decode_triton import paged_decode
 from kernels.paged_prefill_triton import PrefillConfig, default_prefill_config, paged_prefill, prefill_tiles
@@ -23,8 +26,10 @@ from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
 from kernels.router_triton import FUSED_ROWS, route_logits, route_rows
 from kernels.tuning import Tuning, sums_shape
 from model.batch import ForwardBatch
+from model.formats import DenseFormat
 from model.layers.attention import Attention
 from model.layers.delta_net import CONV, GatedDeltaNet, H
+from model.layers.linear import Linear
 from model.layers.mlp import Mlp
 from model.layers.moe import Moe
 from model.layers.norm import RMSNorm
@@ -59,6 +64,7 @@ class FusedOperators:
         self._tuning = tuning
         self._torch = TorchOperators()
         self._configs: dict[tuple[int, int, int, int], ExpertsConfig] = {}
+        self._linear_configs: dict[tuple[int, torch.Size, torch.dtype], FewRowsConfig] = {}
         self._ways: dict[tuple[int, int, int], bool] = {}
         self._turns = torch.zeros(1 << 18, dtype=torch.int32, device=device)
 
@@ -129,6 +135,25 @@ class FusedOperators:
             plain = self._tuning.find("sums", sums_shape(width, peers.world, str(x.dtype).removeprefix("torch.")), rows)
             self._ways[key] = plain is None or plain["way"] == "peers"
         return peers if self._ways[key] else None
+
+    def linear(self, layer: Linear, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """In a decode step of few rows, a kernel that asks for its weights before its input is there, unless the library is faster.
+
+        Weights of other formats or layouts, and all other steps, go the layer's own way.
+        """
+        weight = layer.weight
+        dense = isinstance(weight, DenseFormat) and weight.weight.is_contiguous()
+        if not (dense and step.batch.decode_only and len(x) <= MOST_ROWS):
+            return layer(x)
+        key = (len(x), weight.shape, x.dtype)
+        if key not in self._linear_configs:
+            columns, depth = weight.shape
+            plain = self._tuning.find("few_rows", few_rows_shape(depth, columns, str(x.dtype).removeprefix("torch.")), len(x))
+            self._linear_configs[key] = default_linear(len(x), depth) if plain is None else few_rows_config(plain)
+        config = self._linear_configs[key]
+        if config.way == "library":
+            return layer(x)
+        return linear_rows(x, weight.dequantize(), layer.bias, config, self._turns, pdl=self._pdl)
 
     def attention(self, layer: Attention, projected: torch.Tensor, step: Step) -> torch.Tensor:
         """Norms, rotation and cache write in one kernel, then attention of single rows and of pieces."""

@@ -20,7 +20,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`"""
-        return self.down(step.operators.mlp(self, self.gate_up(x)))
+        linear = step.operators.linear
+        return linear(self.down, step.operators.mlp(self, linear(self.gate_up, x, step)), step)
 
     def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """The torch form of what lies between the projections: `[T, 2 intermediate] -> [T, intermediate]`."""

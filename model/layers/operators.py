@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from model.batch import ForwardBatch
     from model.layers.attention import Attention
     from model.layers.delta_net import GatedDeltaNet
+    from model.layers.linear import Linear
     from model.layers.mlp import Mlp
     from model.layers.moe import Moe
     from model.layers.norm import RMSNorm
@@ -48,6 +49,10 @@ class Operators(Protocol):
 
     def settle(self, x: torch.Tensor, pending: Pending, step: Step) -> None:
         """`add_norm` without the norm."""
+        ...
+
+    def linear(self, layer: Linear, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The layer's projection of `x [T, in]`: `[T, out]`."""
         ...
 
     def attention(self, layer: Attention, projected: torch.Tensor, step: Step) -> torch.Tensor:
@@ -90,6 +95,10 @@ class TorchOperators:
         if pending.shared is not None and pending.shared_gate is not None:
             value = value + pending.shared_gate.sigmoid() * pending.shared
         x += value
+
+    def linear(self, layer: Linear, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The layer itself, in the format of its weight."""
+        return layer(x)
 
     def attention(self, layer: Attention, projected: torch.Tensor, step: Step) -> torch.Tensor:
         """`kernels.paged_attention`."""

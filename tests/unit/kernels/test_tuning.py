@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kernels.experts_config import experts_config
+from kernels.few_rows import few_rows_config
 from kernels.tuning import FOLDER, Tuning, TuningTable, load_table, table_path
 
 SHAPE = {"hidden": 64, "dtype": "bfloat16"}
@@ -58,3 +59,5 @@ def test_the_tables_in_the_tree_hold_configurations_of_their_kernels() -> None:
         for entry in table.entries:
             if entry.kernel == "experts":
                 assert [experts_config(config).plain() for config in entry.configs] == list(entry.configs)
+            if entry.kernel == "few_rows":
+                assert [few_rows_config(config).plain() for config in entry.configs] == list(entry.configs)

@@ -1,0 +1,49 @@
+"""Compiles the linear layers of few rows for sm_90, without a device, each way of them; prints their PTX by name as JSON.
+
+A program of its own, since the suite's processes have chosen Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import few_rows_triton
+
+TYPES = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "sums": "*fp32", "turns": "*i32"}
+TYPES |= dict.fromkeys(("stride", "rows", "columns", "depth", "share"), "i32")
+TILES = {"ROWS": 8, "BLOCK_N": 16, "BLOCK_K": 256, "PARTS": 4, "SPLITS": 1, "SWAP": True, "HELD": False, "EVEN_K": True}
+TILES |= {"LINE": 64, "LINES": 32, "PRECISION": "tf32"}
+ROWS, DOT = few_rows_triton._rows_kernel, few_rows_triton._dot_kernel
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "rows": (ROWS, {"BLOCK_N": 4, "BLOCK_K": 2048}),
+    "held": (DOT, TILES | {"BLOCK_K": 2048, "HELD": True}),
+    "streamed": (DOT, TILES),
+    "shared": (DOT, TILES | {"BLOCK_N": 64, "PARTS": 1, "SPLITS": 8, "HELD": True, "ROWS": 16}),
+    "row tiles": (DOT, TILES | {"PARTS": 1, "SWAP": False, "ROWS": 64}),
+}
+
+
+def ptx(kernel: Any, constants: dict[str, Any]) -> str:
+    """As the device compiles it: pointers and sizes are multiples of 16."""
+    constants = constants | {"bias": None, "PDL": True}
+    signature, values, attrs = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        signature[name] = TYPES.get(name, "constexpr")
+        if signature[name] == "constexpr":
+            values[(place,)] = constants[name]
+        elif name != "rows":
+            attrs[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    assert compiled.asm["cubin"]
+    return str(compiled.asm["ptx"])
+
+
+if __name__ == "__main__":
+    json.dump({name: ptx(*way) for name, way in WAYS.items()}, sys.stdout)
