@@ -96,7 +96,7 @@ def _chunk(chunks, number, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _unit_inverse(lower, ROWS: tl.constexpr):
+def _unit_inverse(lower, ROWS: tl.constexpr, PRECISION: tl.constexpr):
     """Inverse of I + lower, strictly lower triangular `[ROWS, ROWS]` float32.
 
     Blocks of 16 on the diagonal by substitution, all at once; then pairs of blocks: `[[A, 0], [C, B]]` has the inverse
@@ -117,8 +117,8 @@ def _unit_inverse(lower, ROWS: tl.constexpr):
         # Pairs of 1, 2, 4 .. blocks: the powers of two below the number of blocks.
         if (size & (size - 1)) == 0:
             pair = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
-            below = tl.dot(x, tl.where(pair, lower, 0.0), input_precision="tf32x3")
-            x -= tl.dot(below, x, input_precision="tf32x3")
+            below = tl.dot(x, tl.where(pair, lower, 0.0), input_precision=PRECISION)
+            x -= tl.dot(below, x, input_precision=PRECISION)
     return x
 
 
@@ -159,7 +159,7 @@ def _chunk_kernel(
     tl.store(decay + row * VALUE_HEADS + head, sums, mask=live)
     between = tl.where(at[:, None] > at[None, :], sums[:, None] - sums[None, :], float("-inf"))
     lower = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * beta[:, None] * tl.exp(between)
-    inverse = _unit_inverse(lower, ROWS).to(keys.dtype)
+    inverse = _unit_inverse(lower, ROWS, PRECISION).to(keys.dtype)
     values = tl.load(v_at, mask=live[:, None], other=0.0)
     right = (values.to(tl.float32) * beta[:, None]).to(keys.dtype)
     solved = tl.dot(inverse, right, input_precision=PRECISION)

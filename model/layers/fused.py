@@ -242,7 +242,7 @@ class FusedOperators:
         weights = DeltaWeights(layer.conv, layer.a_log, layer.dt_bias, layer.norm.weight, layer.norm.eps)
         key_heads = layer.shape.key_heads
         if batch.decode_only:
-            return delta_decode(projected, conv, h, batch.slots, weights, self._turns, key_heads=key_heads)
+            return delta_decode(projected, conv, h, batch.slots, weights, self._turns, key_heads=key_heads, pdl=self._pdl)
         out = torch.empty(projected.shape[0], layer.shape.value_width, dtype=projected.dtype, device=projected.device)
         if batch.single_rows is not None and batch.single_spans is not None and len(batch.single_rows):
             slots = batch.slots.index_select(0, batch.single_spans)

@@ -13,7 +13,7 @@ from kernels.delta_decode_triton import DeltaWeights, delta_decode
 from kernels.delta_plan import delta_plan
 from kernels.paged_decode_triton import DecodeConfig, paged_decode
 from kernels.paged_prefill_triton import default_prefill_config, paged_prefill, prefill_tiles
-from kernels.rms_norm_triton import add_norm_rows
+from kernels.rms_norm_triton import add_norm_rows, norm_rows
 from tests.unit.kernels.attention_cases import PagedCase
 from tests.unit.kernels.delta_cases import DeltaCase
 
@@ -132,3 +132,26 @@ def test_chain_with_dependent_launches() -> None:
 
     chain(True)
     assert torch.equal(chain(False), graphed(lambda: chain(True)))
+
+
+def test_delta_with_dependent_launches() -> None:
+    """Steps that load their states before the kernel ahead of them ends see what that writes, and what the last step wrote."""
+    case = DeltaCase(4, 8, 128, 128, 4, slots=4, dtype=torch.bfloat16, device="cuda")
+    projected = case.projection(3)
+    slots = torch.tensor([2, -1, 3], dtype=torch.int32, device="cuda")
+    weights = DeltaWeights(case.weight, case.a_log, case.dt_bias, case.norm, 1e-6)
+    one = torch.ones(projected.shape[1], dtype=torch.bfloat16, device="cuda")
+    turns = torch.zeros(12, dtype=torch.int32, device="cuda")
+
+    def steps(pdl: bool) -> torch.Tensor:
+        conv, h = case.conv.clone(), case.h.clone()
+        outputs = []
+        for number in range(20):
+            rows = norm_rows(projected * (1 + number), one, 1e-6, pdl=pdl)
+            rows = norm_rows(rows, one, 1e-6, pdl=pdl)
+            outputs.append(delta_decode(rows, conv, h, slots, weights, turns, key_heads=4, pdl=pdl))
+        return torch.cat([*(output.flatten().float() for output in outputs), conv.flatten().float(), h.flatten()])
+
+    steps(True)
+    assert torch.equal(steps(False), graphed(lambda: steps(True)))
+    assert not turns.any()
