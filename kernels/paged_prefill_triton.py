@@ -23,12 +23,16 @@ from kernels.paged_decode_triton import check_attention
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
-    """`packed` (row, head) pairs by `tile` positions a step of a program, and how the compiler schedules it."""
+    """`packed` (row, head) pairs by `tile` positions a step of a program, and how the compiler schedules it.
+
+    `registers` is the most of a thread, where given: fewer let more programs share a multiprocessor.
+    """
 
     packed: int = 128
     tile: int = 64
     warps: int = 8
-    stages: int = 3
+    stages: int = 2
+    registers: int | None = None
 
     def tile_rows(self, group: int) -> int:
         """Rows of a program, for `group` query heads a key/value head."""
@@ -36,10 +40,13 @@ class PrefillConfig:
 
 
 def default_prefill_config(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> PrefillConfig:
-    """Tiles whose keys and values fit into shared memory three deep; two where heads are wide. Small ones for float32."""
+    """Two programs a multiprocessor, so that one takes its softmax while the other multiplies; one where heads are wide.
+
+    Small tiles for float32.
+    """
     if dtype == torch.float32:
         return PrefillConfig(packed=32, tile=32, warps=4, stages=1)
-    return PrefillConfig(tile=64, stages=3 if head_dim <= 128 else 2)
+    return PrefillConfig(registers=128 if head_dim <= 128 else None)
 
 
 def prefill_tiles(query_start: np.ndarray, seq_lens: np.ndarray, spans: Sequence[int], tile_rows: int) -> np.ndarray:
@@ -86,6 +93,7 @@ def paged_prefill(
         return out
     config = config or default_prefill_config(head_dim, q.dtype)
     group = heads // kv_heads
+    limit = {} if config.registers is None else {"maxnreg": config.registers}
     _prefill_kernel[(tiles.shape[0] * kv_heads,)](
         q,
         k_cache,
@@ -110,6 +118,7 @@ def paged_prefill(
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,
+        **limit,
     )
     return out
 
@@ -137,35 +146,42 @@ def _attend(
     PRECISION: tl.constexpr,
 ):
     """Pass over positions `begin .. end - 1`, TILE at a time; unmasked ones are seen by every row, in whole tiles."""
-    at = tl.arange(0, HEAD_DIM)
+    # Tiles begin at multiples of TILE: where blocks divide it, places within them are the same in every tile.
+    fixed = (tl.arange(0, TILE) % BLOCK_SIZE * STRIDE)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    if TILE % BLOCK_SIZE == 0:
+        k_cache += fixed
+        v_cache += fixed
     for start in range(begin, end, TILE):
         key = start + tl.arange(0, TILE)
+        live = key < length
         if MASKED:
-            live = key < length
-            block = tl.load(table + key // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+            block = tl.load(table + key // BLOCK_SIZE, mask=live, other=0)
         else:
-            block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
-        place = (block * BLOCK_SIZE + key % BLOCK_SIZE) * STRIDE
+            block = tl.load(table + key // BLOCK_SIZE)
+        place = (block.to(tl.int64) * (BLOCK_SIZE * STRIDE))[:, None]
+        if TILE % BLOCK_SIZE != 0:
+            place = place + (key % BLOCK_SIZE * STRIDE)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
         if MASKED:
-            keys = tl.load(k_cache + place[:, None] + at[None, :], mask=live[:, None], other=0.0)
+            keys = tl.load(k_cache + place, mask=live[:, None], other=0.0)
+            values = tl.load(v_cache + place, mask=live[:, None], other=0.0)
         else:
-            keys = tl.load(k_cache + place[:, None] + at[None, :])
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+            keys = tl.load(k_cache + place)
+            values = tl.load(v_cache + place)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if MASKED:
             seen = live[None, :] & (key[None, :] <= position[:, None])
             if WINDOW > 0:
                 seen &= key[None, :] > position[:, None] - WINDOW
-            # After the scale: a fused multiply and subtract of masked scores would leave their rounding error, which is huge.
             scores = tl.where(seen, scores, -1e30)
         higher = tl.maximum(top, tl.max(scores, 1))
-        weight = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(top - higher)
+        if MASKED:
+            # A fused multiply and subtract of masked scores would leave their rounding error, which is huge.
+            weight = tl.exp2((scores - higher[:, None]) * scale)
+        else:
+            weight = tl.exp2(scores * scale - (higher * scale)[:, None])
+        fade = tl.exp2((top - higher) * scale)
         total = total * fade + tl.sum(weight, 1)
         summed = summed * fade[:, None]
-        if MASKED:
-            values = tl.load(v_cache + place[:, None] + at[None, :], mask=live[:, None], other=0.0)
-        else:
-            values = tl.load(v_cache + place[:, None] + at[None, :])
         summed = tl.dot(weight.to(values.dtype), values, summed, input_precision=PRECISION)
         top = higher
     return summed, top, total
@@ -234,12 +250,12 @@ def _prefill_kernel(
                 k_cache, v_cache, table, scale, STRIDE, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, True, PRECISION,
             )  # fmt: skip
     summed, top, total = _attend(
-        summed, top, total, queries, position, everywhere, whole, length,
-        k_cache, v_cache, table, scale, STRIDE, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, False, PRECISION,
-    )  # fmt: skip
-    summed, top, total = _attend(
         summed, top, total, queries, position, whole, high, length,
         k_cache, v_cache, table, scale, STRIDE, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, True, PRECISION,
+    )  # fmt: skip
+    summed, top, total = _attend(
+        summed, top, total, queries, position, everywhere, whole, length,
+        k_cache, v_cache, table, scale, STRIDE, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, False, PRECISION,
     )  # fmt: skip
     result = summed / total[:, None]
     if gate is not None:

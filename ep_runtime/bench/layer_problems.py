@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.causal_conv import conv_piece, conv_step
 from kernels.delta_chunk_triton import DeltaChunkConfig, delta_pieces
@@ -22,7 +24,7 @@ from kernels.delta_plan import delta_plan
 from kernels.gated_delta import delta_chunks, delta_gate, delta_inputs, delta_step
 from kernels.paged_attention import decode_attention, piece_attention, write_kv
 from kernels.paged_decode_triton import DecodeConfig, default_decode_config, paged_decode
-from kernels.paged_prefill_triton import PrefillConfig, paged_prefill, prefill_tiles
+from kernels.paged_prefill_triton import PrefillConfig, default_prefill_config, paged_prefill, prefill_tiles
 from kernels.rms_norm import gated_rms_norm, rms_norm
 from kernels.rms_norm_triton import add_norm_rows
 from kernels.rotary import rotary_tables, rotate
@@ -87,6 +89,11 @@ class AttentionShape:
 
 QWEN3 = AttentionShape(heads=32, kv_heads=4, head_dim=128, rotary_dim=128, gated=False)
 NEXT = AttentionShape(heads=16, kv_heads=2, head_dim=256, rotary_dim=64, gated=True)
+
+
+def halved(shape: AttentionShape) -> AttentionShape:
+    """What one of two ranks has where heads are divided."""
+    return replace(shape, heads=shape.heads // 2, kv_heads=shape.kv_heads // 2)
 
 
 class AddNorm(Problem):
@@ -247,12 +254,16 @@ class Prefill(Problem):
         return 2
 
     def configs(self) -> Sequence[PrefillConfig]:
-        """Pairs by positions, warps, stages."""
-        if self.data.shape.head_dim <= 128:
-            tiles = ((128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2))
+        """Pairs by positions, warps, stages, registers; the default is the first."""
+        head_dim = self.data.shape.head_dim
+        if head_dim <= 128:
+            tiles = ((128, 64, 8, 3, 128), (128, 64, 8, 3, 255), (128, 128, 8, 2, 255), (128, 32, 8, 2, 128), (64, 64, 4, 2, 168))
         else:
-            tiles = ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (64, 64, 8, 2))
-        return [PrefillConfig(packed=packed, tile=tile, warps=warps, stages=stages) for packed, tile, warps, stages in tiles]
+            tiles = ((128, 64, 8, 3, 255), (128, 32, 8, 3, 255), (64, 64, 4, 2, 255), (64, 32, 4, 3, 255), (64, 64, 8, 2, 255))
+        return [
+            default_prefill_config(head_dim),
+            *(PrefillConfig(packed=p, tile=t, warps=w, stages=s, registers=r) for p, t, w, s, r in tiles),
+        ]
 
     def run(self, config: Any, number: int) -> Tensors:
         """Outputs."""
@@ -273,6 +284,34 @@ class Prefill(Problem):
             for number, (start, stop) in enumerate(zip(data.starts[:-1], data.starts[1:], strict=True))
         ]
         return data.opened(torch.cat(parts).double())
+
+
+class TorchPrefill(Problem):
+    """Torch's own attention of whole prompts of one length whose keys lie in order: a yardstick. Configurations: its kernels."""
+
+    sets = 2
+
+    def __init__(self, shape: AttentionShape, length: int, count: int) -> None:
+        self.paged = Prefill(replace(shape, gated=False), [length] * count, [length] * count)
+        self.bytes, self.flops = self.paged.bytes, self.paged.flops
+        data = self.paged.data
+        self.q = data.q.unflatten(0, (count, length)).transpose(1, 2).contiguous()
+        in_order = [[cache[data.tables.long()].flatten(1, 2) for cache in pair] for pair in data.caches]
+        self.keys, self.values = ([pair[i].transpose(1, 2).contiguous() for pair in in_order] for i in range(2))
+
+    def configs(self) -> Sequence[Any]:
+        """Kernels."""
+        return (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+
+    def run(self, config: Any, number: int) -> Tensors:
+        """Outputs."""
+        with sdpa_kernel(config):
+            out = scaled_dot_product_attention(self.q, self.keys[number], self.values[number], is_causal=True, enable_gqa=True)
+        return (out.transpose(1, 2).flatten(0, 1).flatten(1),)
+
+    def expected(self) -> Tensors:
+        """As of ours."""
+        return self.paged.expected()
 
 
 KEY_HEADS, VALUE_HEADS, DIM, TAPS = 16, 32, 128, 4
@@ -380,9 +419,16 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "decode Next 128 x 256": partial(Decode, NEXT, [256] * 128),
     "decode Next 32 x 4096": partial(Decode, NEXT, [4096] * 32),
     "prefill Qwen3 1 x 4096": partial(Prefill, QWEN3, [4096], [4096]),
+    "prefill Qwen3 2 x 4096": partial(Prefill, QWEN3, [4096] * 2, [4096] * 2),
     "prefill Qwen3 8 x 1024": partial(Prefill, QWEN3, [1024] * 8, [1024] * 8),
+    "prefill Qwen3 32 x 256": partial(Prefill, QWEN3, [256] * 32, [256] * 32),
     "prefill Qwen3 512 at 16384": partial(Prefill, QWEN3, [16384], [512]),
+    "prefill Qwen3 half 2 x 4096": partial(Prefill, halved(QWEN3), [4096] * 2, [4096] * 2),
     "prefill Next 1 x 4096": partial(Prefill, NEXT, [4096], [4096]),
+    "prefill Next 8 x 1024": partial(Prefill, NEXT, [1024] * 8, [1024] * 8),
+    "prefill Next half 2 x 4096": partial(Prefill, halved(NEXT), [4096] * 2, [4096] * 2),
+    "prefill torch Qwen3 2 x 4096": partial(TorchPrefill, QWEN3, 4096, 2),
+    "prefill torch Next 2 x 4096": partial(TorchPrefill, NEXT, 4096, 2),
     "delta 1": partial(Delta, [1]),
     "delta 8": partial(Delta, [1] * 8),
     "delta 32": partial(Delta, [1] * 32),

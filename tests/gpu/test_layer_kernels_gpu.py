@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from kernels.delta_plan import delta_plan
 from kernels.paged_decode_triton import DecodeConfig, paged_decode
 from kernels.paged_prefill_triton import default_prefill_config, paged_prefill, prefill_tiles
 from kernels.rms_norm_triton import add_norm_rows, norm_rows
-from tests.unit.kernels.attention_cases import PagedCase
+from tests.unit.kernels.attention_cases import BLOCK, PagedCase
 from tests.unit.kernels.delta_cases import DeltaCase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -75,22 +76,33 @@ def graphed(run: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), SHAPES)
-def test_prefill(heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype) -> None:
-    """Whole prompts and later pieces of any number of rows."""
-    lengths, counts = [63, 700, 65, 300], [63, 200, 1, 300]
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), [*SHAPES, (12, 4, 128, None), (2, 2, 64, None)])
+def test_prefill(heads: int, kv_heads: int, head_dim: int, window: int | None, gated: bool, dtype: torch.dtype) -> None:
+    """Whole prompts and later pieces of any number of rows; the same bits each time; nothing past a sequence's end is seen."""
+    lengths, counts = [63, 700, 65, 300, 128, 129, 1, 17], [63, 200, 1, 300, 128, 2, 1, 17]
     case = PagedCase(lengths, kv_heads, head_dim, dtype, "cuda")
+    for number, length in enumerate(lengths):
+        if length % BLOCK:
+            for cache in (case.k_cache, case.v_cache):
+                cache[int(case.tables[number, length // BLOCK]), length % BLOCK :] = torch.nan
     starts = np.cumsum([0, *counts]).astype(np.int32)
     q = case.random(int(starts[-1]), heads, head_dim)
-    config = default_prefill_config(head_dim, dtype)
-    tiles = torch.from_numpy(prefill_tiles(starts, np.array(lengths), range(4), config.tile_rows(heads // kv_heads))).cuda()
+    gate = case.random(int(starts[-1]), heads * head_dim + 8, seed=5)[:, 8:] if gated else None
+    spans = range(len(counts))
     starts_on_device = torch.from_numpy(starts).cuda()
-    got = paged_prefill(
-        q, case.k_cache, case.v_cache, case.tables, starts_on_device, case.seq_lens, tiles, window=window, config=config
-    )
-    for number in range(4):
+    config = default_prefill_config(head_dim, dtype)
+    tiles = torch.from_numpy(prefill_tiles(starts, np.array(lengths), spans, config.tile_rows(heads // kv_heads))).cuda()
+    run = partial(
+        paged_prefill, q, case.k_cache, case.v_cache, case.tables, starts_on_device, case.seq_lens, tiles,
+        window=window, gate=gate, config=config,
+    )  # fmt: skip
+    got = run(out=torch.full((q.shape[0], heads * head_dim), torch.nan, dtype=dtype, device="cuda"))
+    for number in spans:
         rows = slice(int(starts[number]), int(starts[number + 1]))
-        assert error(got[rows], case.attend(number, q[rows], window)) < TOLERANCE[dtype]
+        expected = case.attend(number, q[rows], window)
+        assert error(got[rows], expected if gate is None else expected * gate[rows].cpu().double().sigmoid()) < TOLERANCE[dtype]
+    assert torch.equal(got, graphed(run))
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1], [63, 1, 130]], ids=str)

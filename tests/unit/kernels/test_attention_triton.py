@@ -144,6 +144,24 @@ def test_prefill(
     assert bool((out[-2:] == 7.0).all())
 
 
+def test_blocks_longer_than_tiles() -> None:
+    """Three blocks of 32 positions, in no order, in tiles of 16."""
+    case = PagedCase([70], 2, 16, torch.float32)
+    caches = []
+    for kept in (case.keys[0], case.values[0]):
+        cache = torch.full((96, 2, 16), torch.nan)
+        cache[:70] = kept
+        caches.append(cache.unflatten(0, (3, 32))[[1, 2, 0]].contiguous())
+    q = case.random(40, 4, 16)
+    config = PrefillConfig(packed=16, tile=16)
+    starts = np.array([0, 40], dtype=np.int32)
+    tiles = torch.from_numpy(prefill_tiles(starts, np.array([70]), [0], config.tile_rows(2)))
+    tables = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    k_cache, v_cache = caches
+    got = paged_prefill(q, k_cache, v_cache, tables, torch.from_numpy(starts), case.seq_lens, tiles, config=config)
+    check(got, case.attend(0, q, None), torch.float32)
+
+
 def test_tiles_are_ordered_by_work() -> None:
     tiles = prefill_tiles(np.array([0, 5, 6, 10]), np.array([5, 300, 100]), [0, 2], 2)
     assert tiles.tolist() == [[2, 2], [2, 0], [0, 4], [0, 2], [0, 0]]
