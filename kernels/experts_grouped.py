@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.experts_config import Tile
 from kernels.grouping import Groups, block_of
+from kernels.pairs import Pairs
 
 COMBINE_COLUMNS = 1024
 
@@ -78,6 +79,13 @@ def combine(pairs: torch.Tensor, experts: torch.Tensor, local: torch.Tensor, out
         num_warps=4,
         launch_pdl=pdl,
     )
+
+
+def sum_pairs(pairs: Pairs, *, pdl: bool = False) -> torch.Tensor:
+    """The sums `[T, H]` of pairs over each row's choices, in their dtype."""
+    out = torch.empty(pairs.shape, dtype=pairs.value.dtype, device=pairs.value.device)
+    combine(pairs.value, pairs.experts, pairs.local, out, pdl=pdl)
+    return out
 
 
 def _weights(weights: torch.Tensor, tile: Tile) -> Any:

@@ -11,6 +11,28 @@ from kernels.experts_config import ExpertsConfig, default_config
 from kernels.experts_grouped import combine, down_grouped, gate_up_grouped
 from kernels.experts_paired import down_paired, gate_up_paired
 from kernels.grouping import Groups, group_pairs
+from kernels.pairs import MOST_CHOICES, Pairs
+
+
+def moe_pairs(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    local: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    config: ExpertsConfig | None = None,
+    groups: Groups | None = None,
+) -> torch.Tensor | Pairs:
+    """`moe_experts` in x's dtype without the sum over a row's choices, where that would be a launch of its own."""
+    rows, top_k = experts.shape
+    held = gate_up.shape[0]
+    config = config or default_config(rows, top_k, held)
+    if rows == 0 or held == 0 or config.form == "paired" or top_k > MOST_CHOICES:
+        return moe_experts(x, experts, weights, local, gate_up, down, config=config, groups=groups)
+    _check(x, experts, weights, gate_up, down)
+    return Pairs(_grouped_pairs(x, experts, weights, local, gate_up, down, config, groups), experts, local)
 
 
 def moe_experts(
@@ -42,17 +64,29 @@ def moe_experts(
         units = gate_up_paired(x, experts, local, gate_up, config.gate_up, pdl=config.pdl)
         down_paired(units, experts, weights, local, down, out, config.down, pdl=config.pdl)
         return out
-    block_rows = config.gate_up.block_m
-    if groups is None:
-        groups = group_pairs(experts, local, held, block_rows)
-    elif (groups.pairs, groups.held, groups.block_rows) != (rows * top_k, held, block_rows):
-        raise ValueError(
-            f"{groups.pairs} pairs in blocks of {groups.block_rows} rows; want {rows * top_k} in blocks of {block_rows}"
-        )
-    units = gate_up_grouped(x, gate_up, groups, top_k, config.gate_up, pdl=config.pdl)
-    pairs = down_grouped(units, weights, down, groups, config.down, pdl=config.pdl)
+    pairs = _grouped_pairs(x, experts, weights, local, gate_up, down, config, groups)
     combine(pairs, experts, local, out, pdl=config.pdl)
     return out
+
+
+def _grouped_pairs(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    local: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    config: ExpertsConfig,
+    groups: Groups | None,
+) -> torch.Tensor:
+    """Weighted outputs `[P, H]` of all pairs whose expert is held here, in x's dtype."""
+    pairs, held, block_rows = experts.numel(), gate_up.shape[0], config.gate_up.block_m
+    if groups is None:
+        groups = group_pairs(experts, local, held, block_rows)
+    elif (groups.pairs, groups.held, groups.block_rows) != (pairs, held, block_rows):
+        raise ValueError(f"{groups.pairs} pairs in blocks of {groups.block_rows} rows; want {pairs} in blocks of {block_rows}")
+    units = gate_up_grouped(x, gate_up, groups, experts.shape[1], config.gate_up, pdl=config.pdl)
+    return down_grouped(units, weights, down, groups, config.down, pdl=config.pdl)
 
 
 def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:

@@ -1,16 +1,20 @@
 """Sums over ranks through peer memory, in one launch: each rank shows its partial to the others and adds all of them itself.
 
-A launch has at most PROGRAMS programs, whatever its shape, so that all of them run at once. Program p owns every PROGRAMS-th row.
-It copies its rows of the partial into the half of its rank's buffer that is in turn, tells every peer, waits until all have told
-it, and adds the ranks' rows in rank order in float32: the same bits on all ranks. The sum can be added to the residual and
-normalised in the same launch. The read of a signal that ends a wait acquires, so that plain reads of the peers' rows may follow it.
+A few rows go in words that need no signal: see `kernels.one_shot_words_triton`. More rows go in tiles of some rows, as told here. A
+launch has at most PROGRAMS programs, whatever its shape, so that all of them run at once; program p owns every PROGRAMS-th tile. It
+writes a tile of the partial into its rank's share of every peer's buffer, in the half that is in turn, tells the peers, waits until
+all have told it of theirs, and adds the ranks' rows in rank order in float32: the same bits on all ranks. The sum can be added to
+the residual and normalised in the same launch. The read of a signal that ends a wait acquires, so that plain reads of what the
+peers have written may follow it. Other programs use the link while one waits. Shards are gathered in the same way, but read where
+they are.
 
 | word | in | written by | meaning |
 |---|---|---|---|
-| `signals[p * line + r]` | every rank's signal memory | rank r, a peer | rank r's part p of call n is readable, when it holds n |
+| `signals[p * line + r]` | every rank's signal memory | rank r, a peer | `n * tiles + i`: i of r's tiles of call n are readable |
 | `turns[p]` | this rank's memory | this rank | the number of calls that program p has finished |
 | `abort[0]` | pinned host memory | this rank's host | not 0: leave without the peers; the output means nothing |
 
+`tiles` is more than a program ever has. Signals only grow, by less than 2^31 at a time, so that they may pass the largest int32.
 Two halves suffice: a rank writes half n % 2 again in program p's call n + 2, which it enters only after every peer has told it of
 p's call n + 1, and a peer tells of n + 1 only after its call n has ended. What program p writes lies where only program p ever
 writes, in every call. Addresses come from device tables, so that graphs can outlive an epoch.
@@ -28,11 +32,28 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 256
-"""Most programs of a launch: two a multiprocessor, so that none waits for a peer that waits for its own start."""
+from kernels.experts_grouped import sum_pairs
+from kernels.one_shot_words_triton import look, one_shot_words_kernel
+from kernels.pairs import Pairs
+
+PROGRAMS = 384
+"""Most programs of a launch: three a multiprocessor, so that none waits for a peer that waits for its own start."""
+
+MULTIPROCESSORS = 132
+REGISTERS = 65536
+"""Of a device of the Hopper generation, and of each of its multiprocessors."""
 
 GATHER_BLOCK = 2048
 """Elements that a program of a gather moves at a time."""
+
+TILE_BYTES = 16384
+"""Bytes of the rows that a program moves at a time, about."""
+
+TILE_WARPS = 8
+WORD_WARPS = 8
+
+WORD_ROWS = 256
+"""Most rows that go in words, a program each. Words take twice the bytes: from here on, that costs more than a signal."""
 
 SPINS_A_LOOK = 8192
 """Reads of a peer's signal between looks at the abort word, about a millisecond.
@@ -62,9 +83,11 @@ class Waiting:
 class PeerMemory:
     """What the kernels need of a group. Tables are int64 `[world]` on the device: the ranks' buffers and signals, own ones too.
 
-    A buffer holds two halves of `capacity` elements; signals are int32 `[PROGRAMS * SIGNAL_LINE]`, turns int32 `[PROGRAMS]`, all
-    zero at the start of an epoch. `abort` is one int32 in pinned host memory. One memory serves sums of one width, or gathers, not
-    both, and always by the same number of `programs`, whose signals are `line` words apart, from `world` to SIGNAL_LINE.
+    A buffer holds two halves of `capacity` elements and, from the `words_at`-th 8 bytes on, two times `world * slot` words
+    of 8 bytes, all three even. Signals are int32 `[PROGRAMS * SIGNAL_LINE]`, turns int32 `[2 * PROGRAMS]`, those of words last.
+    Words, signals and turns are zero at the start of an epoch. `abort` is one int32 in pinned host memory. One memory serves sums
+    of one width, or gathers, not both, and always by the same number of `programs`, whose signals are `line` words apart, from
+    `world` to SIGNAL_LINE.
     """
 
     rank: int
@@ -77,30 +100,44 @@ class PeerMemory:
     programs: int = PROGRAMS
     line: int = SIGNAL_LINE
     waiting: Waiting = Waiting()
+    words_at: int = 0
+    slot: int = 0
+    word_rows: int = WORD_ROWS
 
     def __post_init__(self) -> None:
         if not (self.world <= self.line <= SIGNAL_LINE and 1 <= self.programs <= PROGRAMS):
             raise ValueError(f"{self.programs} programs with signals {self.line} words apart do not fit the memory for signals")
 
+    @property
+    def share(self) -> int:
+        """Elements of a half that one peer writes."""
+        return self.capacity // max(1, self.world - 1) // 64 * 64
+
     def fits(self, rows: int, width: int) -> bool:
         """Whether a partial `[rows, width]` can be summed in one launch."""
-        return rows * width <= self.capacity
+        return rows * width <= self.share
+
+    def in_words(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        """Whether a partial `[rows, width]` goes in words."""
+        words = rows * width * dtype.itemsize // 4
+        return rows <= min(self.word_rows, WORD_ROWS) and words <= self.slot and width % 4 == 0
 
     def fits_gather(self, rows: int, width: int) -> bool:
         """Whether shards `[rows, width]` can be gathered in one launch."""
         return _gather_share(rows * width, self.programs) <= self.capacity // self.programs
 
 
-def reduce_rows(memory: PeerMemory, partial: torch.Tensor) -> torch.Tensor:
+def reduce_rows(memory: PeerMemory, partial: torch.Tensor | Pairs, *, pdl: bool = False) -> torch.Tensor:
     """Sum over ranks of `partial [T, width]` (bfloat16, float16 or float32, contiguous), in its dtype."""
-    out = torch.empty_like(partial)
-    _launch(memory, partial, None, None, None, None, None, out, 0.0, False)
+    value = partial.value if isinstance(partial, Pairs) else partial
+    out = torch.empty(partial.shape, dtype=value.dtype, device=value.device)
+    _launch(memory, partial, None, None, None, None, None, out, 0.0, False, pdl)
     return out
 
 
 def reduce_add_norm_rows(
     memory: PeerMemory,
-    partial: torch.Tensor,
+    partial: torch.Tensor | Pairs,
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
@@ -108,13 +145,15 @@ def reduce_add_norm_rows(
     zero_centered: bool = False,
     shared: torch.Tensor | None = None,
     shared_gate: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """`x += sum over ranks of partial` in place, rounded to x's dtype, then RMSNorm of x: all `[T, width]`, contiguous.
 
     With a shared expert's output `shared [T, width]` and gate logit `[T, 1]`, x also gains `sigmoid(shared_gate) * shared`.
+    `partial` may be pairs, whose sums it makes itself. With `pdl` it may start while the launch before it ends.
     """
     out = torch.empty_like(x)
-    _launch(memory, partial, x, shared, shared_gate, weight, out, None, eps, zero_centered)
+    _launch(memory, partial, x, shared, shared_gate, weight, out, None, eps, zero_centered, pdl)
     return out
 
 
@@ -161,68 +200,99 @@ def _gather_share(elements: int, programs: int) -> int:
     return triton.cdiv(elements, programs * GATHER_BLOCK) * GATHER_BLOCK
 
 
-def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps, zero_centered) -> None:
+def _registers(programs: int, warps: int) -> int:
+    """Most registers of a thread with which all programs run at once; they are given out eight at a time."""
+    return REGISTERS // (triton.cdiv(programs, MULTIPROCESSORS) * warps * 32) // 8 * 8
+
+
+def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps, zero_centered, pdl) -> None:
     rows, width = partial.shape
+    pairs = partial if isinstance(partial, Pairs) else None
+    dtype = partial.dtype if pairs is None else pairs.value.dtype
     if not memory.fits(rows, width):
-        raise ValueError(f"{rows} rows of {width} do not fit {memory.capacity} elements")
-    if not partial.is_contiguous() or (x is not None and not x.is_contiguous()):
+        raise ValueError(f"{rows} rows of {width} do not fit {memory.share} elements")
+    if (pairs is None and not partial.is_contiguous()) or (x is not None and not x.is_contiguous()):
         raise ValueError("rows must be contiguous")
     if rows == 0:
         return
+    added = (x, shared, shared_gate, weight, normed, total)
+    strides = (0 if shared is None else shared.stride(0), 0 if shared_gate is None else shared_gate.stride(0))
+    flags = {"ADD": x is not None, "SHARED": shared is not None, "ZERO_CENTERED": zero_centered}
+    flags |= {"RANK": memory.rank, "WORLD": memory.world, "SPINS": memory.waiting.spins, "READER": memory.waiting.reader}
+    if memory.in_words(rows, width, dtype):
+        _launch_words(memory, partial, rows, width, added, strides, eps, flags, pdl)
+        return
     block = triton.next_power_of_2(width)
-    _one_shot_kernel[(min(rows, memory.programs),)](
-        partial,
-        x,
-        shared,
-        shared_gate,
-        weight,
-        normed,
-        total,
+    tile = max(1, TILE_BYTES // (block * dtype.itemsize))
+    most = triton.cdiv(triton.cdiv(memory.share // width, tile), memory.programs)
+    _one_shot_kernel[(min(triton.cdiv(rows, tile), memory.programs),)](
+        partial if pairs is None else sum_pairs(pairs),
+        *added,
         memory.buffers,
         memory.signals,
         memory.turns,
         memory.abort,
         rows,
         width,
-        0 if shared is None else shared.stride(0),
-        0 if shared_gate is None else shared_gate.stride(0),
+        *strides,
         eps,
         CAPACITY=memory.capacity,
-        RANK=memory.rank,
-        WORLD=memory.world,
         PROGRAMS=memory.programs,
+        TILES=triton.next_power_of_2(most + 1),
+        ROWS=tile,
         BLOCK=block,
-        ADD=x is not None,
-        SHARED=shared is not None,
-        ZERO_CENTERED=zero_centered,
+        SHARE=memory.share,
         LINE=memory.line,
-        SPINS=memory.waiting.spins,
         PAUSE=memory.waiting.pause_ns,
-        READER=memory.waiting.reader,
-        num_warps=min(16, max(4, block // 512)),
+        **flags,
+        num_warps=TILE_WARPS,
+        maxnreg=_registers(memory.programs, TILE_WARPS),
+    )
+
+
+def _launch_words(memory, partial, rows, width, added, strides, eps, flags, pdl) -> None:
+    pairs = partial if isinstance(partial, Pairs) else None
+    block = triton.next_power_of_2(width // 2)
+    one_shot_words_kernel[(rows,)](
+        partial if pairs is None else pairs.value,
+        None if pairs is None else pairs.experts,
+        None if pairs is None else pairs.local,
+        *added,
+        memory.buffers,
+        memory.turns[PROGRAMS:],
+        memory.abort,
+        width // 2,
+        *strides,
+        eps,
+        WORDS_AT=memory.words_at,
+        SLOT=memory.slot,
+        BLOCK=block,
+        TOP_K=0 if pairs is None else pairs.top_k,
+        PDL=pdl,
+        **flags,
+        num_warps=min(WORD_WARPS, max(1, block // 64)),
+        maxnreg=_registers(WORD_ROWS, WORD_WARPS),
+        launch_pdl=pdl,
     )
 
 
 @triton.jit
-def _look(word, READER: tl.constexpr):
-    """The word's value now. Unless every warp reads for itself, it is the same for all, and acquired.
-
-    Triton's atomics run in one thread and give their result to all. Adding nothing is compiled to a load; taking the larger is not.
-    """
-    if READER == "warps":
-        return tl.load(word, volatile=True)
-    elif READER == "thread":
-        return tl.atomic_add(word, 0, sem="acquire", scope="sys")
-    else:
-        return tl.atomic_max(word, 0, sem="acquire", scope="sys")
+def _tell(signals, program, told, RANK: tl.constexpr, WORLD: tl.constexpr, LINE: tl.constexpr):
+    """Tell every peer what is readable of this rank's part: all that the program has written before."""
+    tl.debug_barrier()
+    for r in tl.static_range(WORLD):
+        if r != RANK:
+            theirs = tl.load(signals + r).to(tl.pointer_type(tl.int32)) + program * LINE + RANK
+            tl.atomic_xchg(theirs, told, sem="release", scope="sys")
 
 
 @triton.jit
-def _meet(
+def _wait(
     signals,
     abort,
     program,
-    turn,
+    told,
+    stop,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     LINE: tl.constexpr,
@@ -230,32 +300,29 @@ def _meet(
     PAUSE: tl.constexpr,
     READER: tl.constexpr,
 ):
-    """Tell every peer that this rank's part of `turn` is readable, and wait until all have told it, or the host says to stop.
+    """Wait until every peer has told as much, or the host says to stop; whether it has. With `stop` it has said so before.
 
     The host's word is never the target of an atomic operation, which its link to the device may not have.
     """
+    mine = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + program * LINE
     for r in tl.static_range(WORLD):
         if r != RANK:
-            theirs = tl.load(signals + r).to(tl.pointer_type(tl.int32)) + program * LINE + RANK
-            tl.atomic_xchg(theirs, turn, sem="release", scope="sys")
-    told = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + program * LINE
-    stop = 0
-    for r in tl.static_range(WORLD):
-        if r != RANK:
-            seen = _look(told + r, READER)
+            seen = look(mine + r, READER)
             spins = 0
-            while (seen < turn) & (stop == 0):
+            while (seen - told < 0) & (stop == 0):
                 if PAUSE > 0:
                     tl.inline_asm_elementwise(
                         "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [PAUSE], dtype=tl.int32, is_pure=False, pack=1
                     )
-                seen = _look(told + r, READER)
+                seen = look(mine + r, READER)
                 spins += 1
                 if spins % SPINS == 0:
-                    stop = _look(abort, "warps" if READER == "warps" else "thread")
+                    stop = look(abort, "warps" if READER == "warps" else "thread")
             if READER == "warps":
                 # An acquiring load whose value nobody uses would be left out.
-                tl.atomic_max(told + r, 0, sem="acquire", scope="sys")
+                tl.atomic_max(mine + r, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    return stop
 
 
 @triton.jit
@@ -283,15 +350,14 @@ def _gather_kernel(
     first = program * share
     end = tl.minimum(first + share, elements)
     turn = tl.load(turns + program) + 1
-    place = (turn % 2).to(tl.int64) * CAPACITY + program * REGION
+    place = (turn & 1).to(tl.int64) * CAPACITY + program * REGION
     dtype: tl.constexpr = shard.dtype.element_ty
     own = tl.multiple_of(tl.load(buffers + RANK).to(tl.pointer_type(dtype)), 16)
     for start in range(first, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         tl.store(own + place + (at - first), tl.load(shard + at, mask=at < end), mask=at < end)
-    tl.debug_barrier()
-    _meet(signals, abort, program, turn, RANK, WORLD, LINE, SPINS, PAUSE, READER)
-    tl.debug_barrier()
+    _tell(signals, program, turn, RANK, WORLD, LINE)
+    _wait(signals, abort, program, turn, tl.full([], 0, tl.int32), RANK, WORLD, LINE, SPINS, PAUSE, READER)
     if RANK == 0:
         for r in tl.static_range(WORLD):
             theirs = tl.multiple_of(tl.load(buffers + r).to(tl.pointer_type(dtype)), 16)
@@ -325,7 +391,10 @@ def _one_shot_kernel(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHARE: tl.constexpr,
     ADD: tl.constexpr,
     SHARED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -336,39 +405,44 @@ def _one_shot_kernel(
 ):
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
-    here = at < width
     turn = tl.load(turns + program) + 1
-    half = (turn % 2).to(tl.int64) * CAPACITY
+    half = (turn & 1).to(tl.int64) * CAPACITY
     dtype: tl.constexpr = partial.dtype.element_ty
     own = tl.multiple_of(tl.load(buffers + RANK).to(tl.pointer_type(dtype)), 16) + half
-    for row in range(program, rows, PROGRAMS):
-        to = tl.cast(row, tl.int64) * width + at
-        tl.store(own + to, tl.load(partial + to, mask=here), mask=here)
-    tl.debug_barrier()
-    _meet(signals, abort, program, turn, RANK, WORLD, LINE, SPINS, PAUSE, READER)
-    tl.debug_barrier()
-    for row in range(program, rows, PROGRAMS):
-        to = tl.cast(row, tl.int64) * width + at
-        value = tl.zeros((BLOCK,), tl.float32)
+    stop = 0
+    told = turn * TILES
+    for tile in range(program, tl.cdiv(rows, ROWS), PROGRAMS):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        here = (row < rows)[:, None] & (at < width)[None, :]
+        to = row.to(tl.int64)[:, None] * width + at[None, :]
+        mine = tl.load(partial + to, mask=here)
         for r in tl.static_range(WORLD):
-            theirs = tl.multiple_of(tl.load(buffers + r).to(tl.pointer_type(dtype)), 16) + half
-            value += tl.load(theirs + to, mask=here, other=0.0).to(tl.float32)
+            if r != RANK:
+                theirs = tl.multiple_of(tl.load(buffers + r).to(tl.pointer_type(dtype)), 16) + half
+                tl.store(theirs + (RANK - (1 if r < RANK else 0)) * SHARE + to, mine, mask=here)
+        told += 1
+        _tell(signals, program, told, RANK, WORLD, LINE)
+        stop = _wait(signals, abort, program, told, stop, RANK, WORLD, LINE, SPINS, PAUSE, READER)
+        value = tl.zeros((ROWS, BLOCK), tl.float32)
+        for r in tl.static_range(WORLD):
+            shown = partial if r == RANK else own + (r - (1 if r > RANK else 0)) * SHARE
+            value += tl.load(shown + to, mask=here, other=0.0).to(tl.float32)
         # A sum is a value of the model's dtype wherever it is made: the reference rounds it there, too.
         value = value.to(dtype).to(tl.float32)
         if ADD:
             if SHARED:
-                opened = tl.sigmoid(tl.load(shared_gate + row * gate_stride).to(tl.float32))
-                more = tl.load(shared + tl.cast(row, tl.int64) * shared_stride + at, mask=here, other=0.0)
-                value += opened * more.to(tl.float32)
+                gate = tl.load(shared_gate + row * gate_stride, mask=row < rows, other=0.0).to(tl.float32)
+                extra = shared + row.to(tl.int64)[:, None] * shared_stride + at[None, :]
+                value += tl.sigmoid(gate)[:, None] * tl.load(extra, mask=here, other=0.0).to(tl.float32)
             value += tl.load(x + to, mask=here, other=0.0).to(tl.float32)
             rounded = value.to(x.dtype.element_ty)
             tl.store(x + to, rounded, mask=here)
             value = rounded.to(tl.float32)
-            factor = tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
+            factor = tl.load(weight + at, mask=at < width, other=0.0).to(tl.float32)
             if ZERO_CENTERED:
                 factor += 1.0
-            scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-            tl.store(normed + to, (value * scale * factor).to(normed.dtype.element_ty), mask=here)
+            scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
+            tl.store(normed + to, (value * scale[:, None] * factor[None, :]).to(normed.dtype.element_ty), mask=here)
         else:
             tl.store(total + to, value.to(dtype), mask=here)
     tl.store(turns + program, turn)

@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.pairs import Pairs
+from kernels.pairs_triton import held_choices, sum_choices
+
 WIDEST = 65536
 """Most elements of a row: a row lives in the registers of one program."""
 
@@ -23,7 +26,7 @@ def norm_rows(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centere
 
 def add_norm_rows(
     x: torch.Tensor,
-    delta: torch.Tensor,
+    delta: torch.Tensor | Pairs,
     weight: torch.Tensor,
     eps: float,
     *,
@@ -35,7 +38,7 @@ def add_norm_rows(
     """`x += delta` in place, rounded to x's dtype, then RMSNorm of x: all `[T, width]`.
 
     With `shared [T, width]` and `shared_gate [T, 1]`, a shared expert's output and the logit of its gate, x also gains
-    `sigmoid(shared_gate) * shared`. Sums are float32, rounded once.
+    `sigmoid(shared_gate) * shared`. Sums are float32, rounded once; those of pairs are rounded before, too.
     """
     if (shared is None) != (shared_gate is None):
         raise ValueError("shared and shared_gate belong together")
@@ -57,7 +60,7 @@ def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
 
 def _launch(
     x: torch.Tensor,
-    delta: torch.Tensor | None,
+    delta: torch.Tensor | Pairs | None,
     shared: torch.Tensor | None,
     shared_gate: torch.Tensor | None,
     weight: torch.Tensor,
@@ -66,11 +69,15 @@ def _launch(
     pdl: bool,
 ) -> torch.Tensor:
     rows, width = x.shape
+    pairs = delta if isinstance(delta, Pairs) else None
+    added = delta.value if isinstance(delta, Pairs) else delta
     if width > WIDEST or weight.shape != (width,):
         raise ValueError(f"rows of {width} elements, weight {tuple(weight.shape)}; rows have at most {WIDEST}")
     for other in (delta, shared):
-        if other is not None and (other.shape != x.shape or other.stride(1) != 1):
-            raise ValueError(f"{tuple(other.shape)} is added to {tuple(x.shape)}; rows must be contiguous")
+        if other is not None and other.shape != x.shape:
+            raise ValueError(f"{tuple(other.shape)} is added to {tuple(x.shape)}")
+    if any(other is not None and other.stride(1) != 1 for other in (added, shared)):
+        raise ValueError("rows must be contiguous")
     if x.stride(1) != 1:
         raise ValueError("rows must be contiguous")
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
@@ -79,18 +86,21 @@ def _launch(
     block = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](
         x,
-        delta,
+        added,
+        None if pairs is None else pairs.experts,
+        None if pairs is None else pairs.local,
         shared,
         shared_gate,
         weight,
         out,
         x.stride(0),
-        0 if delta is None else delta.stride(0),
+        0 if added is None else added.stride(0),
         0 if shared is None else shared.stride(0),
         0 if shared_gate is None else shared_gate.stride(0),
         width,
         eps,
         BLOCK=block,
+        TOP_K=0 if pairs is None else pairs.top_k,
         ADD=delta is not None,
         SHARED=shared is not None,
         ZERO_CENTERED=zero_centered,
@@ -105,6 +115,8 @@ def _launch(
 def _norm_kernel(
     x,
     delta,
+    experts,
+    local,
     shared,
     shared_gate,
     weight,
@@ -116,6 +128,7 @@ def _norm_kernel(
     width,
     eps,
     BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
     ADD: tl.constexpr,
     SHARED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -127,12 +140,18 @@ def _norm_kernel(
     factor = tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         factor += 1.0
+    if TOP_K:
+        held = held_choices(experts, local, row, TOP_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + row * x_stride + at, mask=here, other=0.0).to(tl.float32)
     if ADD:
-        value += tl.load(delta + row * delta_stride + at, mask=here, other=0.0).to(tl.float32)
+        if TOP_K:
+            sums = sum_choices(delta, row, held, delta_stride, at, here, TOP_K)
+            value += sums.to(delta.dtype.element_ty).to(tl.float32)
+        else:
+            value += tl.load(delta + row * delta_stride + at, mask=here, other=0.0).to(tl.float32)
         if SHARED:
             opened = tl.sigmoid(tl.load(shared_gate + row * gate_stride).to(tl.float32))
             value += opened * tl.load(shared + row * shared_stride + at, mask=here, other=0.0).to(tl.float32)

@@ -111,13 +111,13 @@ def vary(memory: PeerMemory, text: str) -> PeerMemory:
 
     given = dict(part.split("=", 1) for part in text.split(",")) if text != "default" else {}
     names = {"spins": "spins", "pause": "pause_ns", "reader": "reader"}
-    unknown = given.keys() - {"programs", "line", *names}
+    unknown = given.keys() - {"programs", "line", "word_rows", *names}
     if unknown:
         raise ValueError(f"{text!r}: no variant has {', '.join(sorted(unknown))}")
     if given.get("reader", "warps") not in ("warps", "thread", "atomic"):
         raise ValueError(f"{text!r}: a reader is warps, thread or atomic")
     waiting: dict[str, Any] = {names[key]: value if key == "reader" else int(value) for key, value in given.items() if key in names}
-    changes: dict[str, Any] = {key: int(given[key]) for key in ("programs", "line") if key in given}
+    changes: dict[str, Any] = {key: int(given[key]) for key in ("programs", "line", "word_rows") if key in given}
     return dataclasses.replace(memory, waiting=dataclasses.replace(Waiting(), **waiting), **changes)
 
 

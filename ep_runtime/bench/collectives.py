@@ -69,8 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["default"],
         metavar="KEY=N,KEY=N",
-        help="ways of the sums through peer memory, a column each: programs, line (words between the signals of programs), spins, "
-        "pause (ns), reader (warps, thread, atomic); 'default' is what the runtime does",
+        help="ways of the sums through peer memory, a column each: programs, line (words between the signals of programs), "
+        "word_rows (most rows that are pushed in words), spins, pause (ns), reader (warps, thread, atomic); 'default' is what the "
+        "runtime does",
     )
     parser.add_argument("--calls", type=int, default=97, help="calls of one replay, as sums of one step (default: %(default)s)")
     parser.add_argument("--replays", type=int, default=30, help="default: %(default)s")

@@ -13,7 +13,7 @@ import numpy as np
 from ep_runtime.bench import decode
 from ep_runtime.bench.session import MeasuredLLM, Session, greedy, random_prompts
 
-COLLECTIVE = re.compile(r"_(one_shot|two_shot|gather|reduce\w*)_kernel|nccl")
+COLLECTIVE = re.compile(r"(_|^)(one_shot|one_shot_words|two_shot|gather|reduce\w*)_kernel|nccl")
 """Names of kernels that wait for other ranks: those of `kernels.one_shot_triton`, and NCCL's."""
 
 CALLS = ("reduce", "gather_to_head", "broadcast")

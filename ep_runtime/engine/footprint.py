@@ -83,9 +83,9 @@ def shared_lines(kind: str, world: int, *, one_host: bool, kernels: bool) -> tup
     if world == 1 or not one_host:
         return ()
     if kernels:
-        from ep_runtime.engine.peers import BUFFER_BYTES
+        from ep_runtime.engine.peers import BUFFER_BYTES, shared_bytes
 
-        return (("buffers that peers read", sum(BUFFER_BYTES.values())),)
+        return (("buffers that peers read", sum(sum(shared_bytes(use, world)) for use in BUFFER_BYTES)),)
     if kind == "cpu" and host_memory.available():
         return (("shared memory of the ranks", host_memory.COUNTER_BYTES + 2 * host_memory.HALF_BYTES),)
     return ()

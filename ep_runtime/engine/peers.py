@@ -15,10 +15,22 @@ from kernels.one_shot_triton import PROGRAMS, SIGNAL_LINE, PeerMemory
 from protocol.errors import EpPeerGone
 
 BUFFER_BYTES = {"sums": 64 << 20, "logits": 128 << 20}
-"""By use. Logits: 256 rows of a two-rank shard of a vocabulary of 150,000 in bfloat16, twice."""
+"""By use. Sums, for each peer: 8192 rows of 2048 elements in bfloat16, twice. Logits: 256 rows of a two-rank shard of a vocabulary
+of 150,000 in bfloat16, twice."""
+
+WORD_BYTES = 32 << 20
+"""For sums of a few rows, which go in words: 256 rows of 2048 elements in bfloat16 from each of eight ranks, twice."""
+
+FEWER_PROGRAMS = 256
+"""Programs of a launch that gathers, or sums over more than two ranks: each holds a part of every rank in registers."""
 
 _EVENT_WAIT = 6
 """Place, in a handle, of whether its reader waits for an event of the writer: both have waited for their devices instead."""
+
+
+def shared_bytes(use: str, world: int) -> tuple[int, int]:
+    """Bytes of a rank's buffer, and of the words behind it."""
+    return (BUFFER_BYTES[use] * max(1, world - 1), WORD_BYTES) if use == "sums" else (BUFFER_BYTES[use], 0)
 
 
 class Peers:
@@ -28,9 +40,11 @@ class Peers:
         self._rank = rank
         self._world = world
         self._device = device
-        self._buffer = torch.zeros(BUFFER_BYTES[use], dtype=torch.uint8, device=device)
+        size, words = shared_bytes(use, world)
+        self._buffer = torch.zeros(size + words, dtype=torch.uint8, device=device)
+        self._words = self._buffer[size:]
         self._signals = torch.zeros(PROGRAMS * SIGNAL_LINE, dtype=torch.int32, device=device)
-        self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self._turns = torch.zeros(2 * PROGRAMS, dtype=torch.int32, device=device)
         self._tables = torch.zeros(2, world, dtype=torch.int64, device=device)
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._handles = [_handle(tensor) for tensor in (self._buffer, self._signals)]
@@ -42,7 +56,10 @@ class Peers:
             signals=self._tables[1],
             turns=self._turns,
             abort=self._abort,
-            capacity=BUFFER_BYTES[use] // 2 // dtype.itemsize,
+            capacity=size // 2 // dtype.itemsize,
+            programs=PROGRAMS if use == "sums" and world == 2 else FEWER_PROGRAMS,
+            words_at=size // 8,
+            slot=words // 8 // 2 // world // 2 * 2,
         )
 
     def connect(self, exchange: Exchange) -> None:
@@ -52,10 +69,11 @@ class Peers:
         """
         self.disconnect()
         self._abort.zero_()
-        self._signals.zero_()
-        self._turns.zero_()
         torch.cuda.synchronize(self._device)
         shown = [msgspec.msgpack.decode(blob) for blob in exchange(msgspec.msgpack.encode(self._handles))]
+        # Every rank's device is done: nobody writes here any more what belongs to an earlier epoch.
+        for counters in (self._signals, self._turns, self._words):
+            counters.zero_()
         addresses = torch.zeros(2, self._world, dtype=torch.int64)
         for rank in range(self._world):
             for kind, tensor in enumerate((self._buffer, self._signals)):

@@ -6,7 +6,7 @@ Importing this module imports Triton; only a model on a GPU needs it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,13 +14,15 @@ from kernels.delta_chunk_triton import delta_pieces
 from kernels.delta_decode_triton import DeltaWeights, delta_decode
 from kernels.delta_plan import DeltaPlan, delta_plan
 from kernels.experts_config import ExpertsConfig, default_config, experts_config, experts_shape
-from kernels.experts_triton import moe_experts
+from kernels.experts_grouped import sum_pairs
+from kernels.experts_triton import moe_experts, moe_pairs
 from kernels.few_rows import MOST_ROWS, FewRowsConfig, few_rows_config, few_rows_shape
 from kernels.few_rows import default_config as default_linear
 from kernels.few_rows_triton import linear_rows
 from kernels.one_shot_triton import PeerMemory, reduce_add_norm_rows, reduce_rows
 from kernels.paged_decode_triton import paged_decode
 from kernels.paged_prefill_triton import PrefillConfig, default_prefill_config, paged_prefill, prefill_tiles
+from kernels.pairs import Pairs
 from kernels.rms_norm_triton import add_norm_rows, norm_rows, silu_mul
 from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
 from kernels.router_triton import FUSED_ROWS, route_logits, route_rows
@@ -98,10 +100,11 @@ class FusedOperators:
                 zero_centered=norm.zero_centered,
                 shared=pending.shared,
                 shared_gate=pending.shared_gate,
+                pdl=self._pdl,
             )
         return add_norm_rows(
             x,
-            step.comm.reduce(pending.value) if pending.partial else pending.value,
+            step.comm.reduce(_summed(pending.value)) if pending.partial and step.comm.world > 1 else pending.value,
             norm.weight,
             norm.eps,
             zero_centered=norm.zero_centered,
@@ -116,7 +119,7 @@ class FusedOperators:
         if peers is not None:
             step.comm.launched += 1
             pending = Pending(reduce_rows(peers, pending.value), False, pending.shared, pending.shared_gate)
-        self._torch.settle(x, pending, step)
+        self._torch.settle(x, replace(pending, value=_summed(pending.value)), step)
 
     def _peers(self, x: torch.Tensor, step: Step) -> PeerMemory | None:
         """The memory that a sum of `x`'s shape goes through; None if it does not fit, or NCCL was measured to be faster.
@@ -251,8 +254,8 @@ class FusedOperators:
             delta_pieces(projected, conv, h, batch.slots, weights, step.prepared.deltas, key_heads=key_heads, out=out)
         return out
 
-    def experts(self, layer: Moe, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """Router and choice, then the experts that this rank holds."""
+    def experts(self, layer: Moe, x: torch.Tensor, step: Step) -> torch.Tensor | Pairs:
+        """Router and choice, then the experts that this rank holds. In a decode step the sum over choices is left to `add_norm`."""
         if layer.router.bias is None and x.shape[0] <= FUSED_ROWS and x.is_contiguous():
             router = layer.router.weight.dequantize()
             weights, experts, _ = route_rows(x, router, layer.top_k, layer.normalise, self._turns[:1], pdl=self._pdl)
@@ -262,7 +265,8 @@ class FusedOperators:
             step.routing.append(experts)
         config = self._experts_config(layer, x.shape[0], x.dtype)
         gate_up, down = layer.gate_up.dequantize(), layer.down.dequantize()
-        return moe_experts(x, experts, weights, layer.held.local, gate_up, down, config=config)
+        run = moe_pairs if step.batch.decode_only else moe_experts
+        return run(x, experts, weights, layer.held.local, gate_up, down, config=config)
 
     def mlp(self, layer: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
         """One kernel."""
@@ -290,6 +294,10 @@ class FusedOperators:
             plain = self._tuning.find("experts", shape, rows)
             self._configs[key] = default_config(rows, layer.top_k, held) if plain is None else experts_config(plain)
         return self._configs[key]
+
+
+def _summed(value: torch.Tensor | Pairs) -> torch.Tensor:
+    return sum_pairs(value) if isinstance(value, Pairs) else value
 
 
 def _power_of_two(size: int) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from kernels.pairs import Pairs
     from model.batch import ForwardBatch
     from model.layers.attention import Attention
     from model.layers.delta_net import GatedDeltaNet
@@ -28,9 +29,10 @@ class Pending:
     """A layer's output that the residual has not taken yet.
 
     With `partial` it is this rank's share of a sum over ranks. A shared expert's output and the logit of its gate come on top.
+    Operators whose `experts` gives pairs take them in `add_norm` and `settle`.
     """
 
-    value: torch.Tensor
+    value: torch.Tensor | Pairs
     partial: bool = False
     shared: torch.Tensor | None = None
     shared_gate: torch.Tensor | None = None
@@ -63,7 +65,7 @@ class Operators(Protocol):
         """`[T, value_heads * value_dim]` of a layer's fused projection, normed and gated; moves the slots' states on."""
         ...
 
-    def experts(self, layer: Moe, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def experts(self, layer: Moe, x: torch.Tensor, step: Step) -> torch.Tensor | Pairs:
         """This rank's partial sum `[T, hidden]` over the experts chosen for `x`; records the choice when the batch asks for it."""
         ...
 
@@ -91,6 +93,7 @@ class TorchOperators:
 
     def settle(self, x: torch.Tensor, pending: Pending, step: Step) -> None:
         """A reduction, a shared expert, an addition."""
+        assert isinstance(pending.value, torch.Tensor)
         value = step.comm.reduce(pending.value) if pending.partial else pending.value
         if pending.shared is not None and pending.shared_gate is not None:
             value = value + pending.shared_gate.sigmoid() * pending.shared

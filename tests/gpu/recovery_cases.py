@@ -19,7 +19,8 @@ KEPT_BYTES = 1 << 28
 ROUNDS = 20
 
 
-def _group(ctx: RankContext, epoch: int) -> GroupCommunicator:
+def group_of(ctx: RankContext, epoch: int) -> GroupCommunicator:
+    """This epoch's group, on the rank's own device."""
     device = torch.device("cuda", ctx.rank)
     torch.cuda.set_device(device)
     return form_group(
@@ -34,14 +35,14 @@ def _group(ctx: RankContext, epoch: int) -> GroupCommunicator:
     )
 
 
-def leave_a_dead_peer(ctx: RankContext, *, shared: bool) -> dict[str, Any] | None:
-    """Rank 1 is killed; rank 0 leaves with collectives in flight, over NCCL or in peer memory: how, and what its device is then."""
+def leave_a_dead_peer(ctx: RankContext, *, rows: int, shared: bool) -> dict[str, Any] | None:
+    """Rank 1 is killed; rank 0 leaves with a sum in flight, over NCCL or in peer memory: how, and what its device is then."""
     kept = torch.full((KEPT_BYTES,), 7, dtype=torch.uint8, device=f"cuda:{ctx.rank}")
-    group = _group(ctx, 0)
+    group = group_of(ctx, 0)
     if shared:
         resident = Resident()
         group.join_peers(exchange_of(ctx), resident.peers(ctx.rank, ctx.world, kept.device, torch.float32))
-    partial = torch.ones(8, 512, device=kept.device)
+    partial = torch.ones(rows, 512, device=kept.device)
     reduce = group.reduce
     if shared:
         from kernels.one_shot_triton import reduce_rows
@@ -96,7 +97,7 @@ def keep_a_graph(ctx: RankContext, *, epochs: int) -> list[list[float]]:
     sums = []
     exchange = exchange_of(ctx)
     for epoch in range(epochs):
-        with closing(_group(ctx, epoch)) as group:
+        with closing(group_of(ctx, epoch)) as group:
             group.join_peers(exchange, resident.peers(ctx.rank, ctx.world, device, torch.float32))
             from kernels.one_shot_triton import reduce_rows
 

@@ -31,10 +31,10 @@ LEAVE_SECONDS = 2.0
 SLACK_BYTES = 64 << 20
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["nccl", "peer-memory"])
-def test_a_collective_whose_peer_is_dead_is_left_with_the_device_as_it_was(ranks: RankPool, shared: bool) -> None:
+@pytest.mark.parametrize(("rows", "shared"), [(8, False), (8, True), (2000, True)], ids=["nccl", "peer-memory", "many rows"])
+def test_a_collective_whose_peer_is_dead_is_left_with_the_device_as_it_was(ranks: RankPool, rows: int, shared: bool) -> None:
     assert ROUNDS > 0
-    survivor, dead = ranks.outcomes(2, CASES + "leave_a_dead_peer", shared=shared, deadline=PATIENCE_SECONDS, grace=60.0)
+    survivor, dead = ranks.outcomes(2, CASES + "leave_a_dead_peer", rows=rows, shared=shared, deadline=PATIENCE_SECONDS, grace=60.0)
     assert dead.kind == "died"
     assert survivor.kind == "returned", survivor.detail
     seconds = survivor.value.pop("seconds")

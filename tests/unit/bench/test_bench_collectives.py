@@ -82,8 +82,8 @@ def peer_memory() -> PeerMemory:
 def test_variants_of_the_kernels() -> None:
     memory = peer_memory()
     assert vary(memory, "default") == memory
-    varied = vary(memory, "programs=64,line=2,pause=200,spins=64,reader=thread")
-    assert (varied.programs, varied.line) == (64, 2)
+    varied = vary(memory, "programs=64,line=2,word_rows=0,pause=200,spins=64,reader=thread")
+    assert (varied.programs, varied.line, varied.word_rows) == (64, 2, 0)
     assert varied.waiting == Waiting(spins=64, pause_ns=200, reader="thread")
 
 

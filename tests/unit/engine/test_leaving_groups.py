@@ -202,10 +202,11 @@ def test_a_new_epoch_rewrites_the_tables_in_place(memory: peers.Peers, monkeypat
         calls: list[bytes] = []
 
         def exchange(mine: bytes, calls: list[bytes] = calls, epoch: int = epoch) -> list[bytes]:
-            if not calls:
-                assert not held.abort.any()
+            assert not held.abort.any()
+            if calls:  # every rank's device is done with the epoch before, and none has begun
                 assert not held.turns.any()
                 assert not memory._signals.any()
+                assert not memory._buffer[4096:].any()
             calls.append(mine)
             return [msgspec.msgpack.encode([[b"%d" % epoch, 1], [b"s%d" % epoch, 2]]), mine]
 
@@ -218,6 +219,7 @@ def test_a_new_epoch_rewrites_the_tables_in_place(memory: peers.Peers, monkeypat
         assert held.abort.tolist() == [1]
         held.turns.fill_(9)
         memory._signals.fill_(9)
+        memory._buffer.fill_(9)
     assert [handle[0] for handle in opened] == [b"0", b"s0", b"1", b"s1"]
     assert places == [tensor.data_ptr() for tensor in (held.buffers, held.signals, held.turns, held.abort)]
 

@@ -10,8 +10,10 @@ import torch
 
 from kernels.experts import ExpertForm, Held, run_experts
 from kernels.experts_config import ExpertsConfig, Tile, default_config, experts_config
-from kernels.experts_triton import moe_experts
+from kernels.experts_grouped import sum_pairs
+from kernels.experts_triton import moe_experts, moe_pairs
 from kernels.grouping import CHUNK, SINGLE_PAIRS, group_pairs, most_blocks
+from kernels.pairs import Pairs
 
 
 class Case(NamedTuple):
@@ -120,6 +122,16 @@ def test_kernels_and_reference_agree(case: Case) -> None:
     torch.testing.assert_close(moe_experts(*problem, config=FORMS["grouped"]), reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+@pytest.mark.parametrize("form", ["paired", "grouped"])
+def test_pairs_have_the_same_sums(case: Case, form: str) -> None:
+    problem = make(case)
+    pairs = moe_pairs(*problem, config=FORMS[form])
+    assert isinstance(pairs, Pairs) == (form == "grouped")
+    total = sum_pairs(pairs) if isinstance(pairs, Pairs) else pairs
+    assert torch.equal(total, moe_experts(*problem, config=FORMS[form]))
+
+
 def test_descriptors_read_the_same_weights() -> None:
     case = Case("", 9, 5, (0, 2, 4), 2, 40, 24)  # rows of 16 bytes' multiples, and a tile past the last unit of the last expert
     flags = tiles(descriptors=True)
@@ -143,6 +155,7 @@ def test_no_rows_and_no_experts_give_zeros() -> None:
     out = moe_experts(*problem[:3], nothing, problem.gate_up[:0], problem.down[:0])
     assert torch.equal(out, torch.zeros_like(problem.x))
     assert torch.equal(moe_experts(*problem[:3], nothing, *problem[4:], config=FORMS["grouped"]), torch.zeros_like(problem.x))
+    assert not isinstance(moe_pairs(*problem[:3], nothing, problem.gate_up[:0], problem.down[:0]), Pairs)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.pairs import Pairs
 from kernels.rms_norm import rms_norm, zero_centered_rms_norm
 from kernels.rms_norm_triton import add_norm_rows, norm_rows, silu_mul
 
@@ -56,6 +57,24 @@ def test_add_and_norm(shape: tuple[int, int], shared: bool, dtype: torch.dtype) 
     torch.testing.assert_close(got.double(), normed(kept, weight, zero_centered=True), **tolerance(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pairs_are_summed_and_added(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """As if somebody else had made the sum, in the order of the choices; what another rank holds is not read."""
+    rows, width = shape
+    value, x, weight = random(rows, 5, width, dtype=dtype), random(*shape, dtype=dtype, seed=1), random(width, dtype=dtype, seed=2)
+    experts = (torch.arange(rows)[:, None] + torch.arange(5)).remainder(6).to(torch.int32)
+    local = torch.tensor([0, -1, 1, 2, -1, 3])
+    foreign = (local[experts.long()] < 0)[:, :, None]
+    delta = torch.zeros(shape)
+    for choice in range(5):
+        delta += value[:, choice].float().masked_fill(foreign[:, choice], 0)
+    expected, got = x.clone(), x.clone()
+    pairs = Pairs(value.masked_fill(foreign, float("nan")).view(-1, width), experts, local)
+    assert torch.equal(add_norm_rows(got, pairs, weight, EPS), add_norm_rows(expected, delta.to(dtype), weight, EPS))
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("shape", [(1, 8), (63, 96), (2, 1100)], ids=str)
 def test_silu_mul(shape: tuple[int, int]) -> None:
     gate_up = random(shape[0], 2 * shape[1])
@@ -68,5 +87,9 @@ def test_wrong_shapes_are_refused() -> None:
         norm_rows(random(2, 8), random(9), EPS)
     with pytest.raises(ValueError, match="added"):
         add_norm_rows(random(2, 8), random(2, 9), random(8), EPS)
+    with pytest.raises(ValueError, match="at most 32"):
+        Pairs(random(66, 8), torch.zeros(2, 33), torch.zeros(1))
+    with pytest.raises(ValueError, match="outputs for 2 rows"):
+        Pairs(random(7, 8), torch.zeros(2, 3), torch.zeros(1))
     with pytest.raises(ValueError, match="belong together"):
         add_norm_rows(random(2, 8), random(2, 8), random(8), EPS, shared=random(2, 8))

@@ -19,18 +19,40 @@ def test_every_way_of_waiting_is_compiled_in_order(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = json.loads(done.stdout)
-    assert len(compiled) == 10
-    for name, reader, pause, ptx in compiled:
+    assert len(compiled) == 11
+    for name, reader, pause, ptx, ir in compiled[:-1]:
         about = f"{name} {reader} {pause}"
-        lines = [line.strip() for line in ptx.splitlines()]
-        atomics = [line for line in lines if "atom." in line]
-        releases = [place for place, line in enumerate(lines) if "atom.global.sys.release.exch.b32" in line]
-        acquires = [place for place, line in enumerate(lines) if re.search(r"\.acquire\.", line)]
-        rows = [place for place, line in enumerate(lines) if "ld.global.v4.b32" in line]
+        atomics = [line for line in ptx.splitlines() if "atom." in line]
+        releases = [line for line in atomics if "atom.global.sys.release.exch.b32" in line]
         # One peer: it is told once, and one more atomic operation ends a wait, or two are the reads of it.
         assert len(releases) == 1, about
         assert len(atomics) - len(releases) == {"warps": 1, "thread": 0, "atomic": 2}[reader], about
-        assert acquires, about
-        assert rows[0] < releases[0] < acquires[0] < rows[-1], about
+        assert re.search(r"\.acquire\.", ptx), about
+        lines = ir.splitlines()
+        rows = [place for place, line in enumerate(lines) if re.search(r"tt\.(load|store) .*tensor<.*ptr<bf16>", line)]
+        barriers = [place for place, line in enumerate(lines) if "barrier" in line]
+        (told,) = [place for place, line in enumerate(lines) if re.search(r"tt\.atomic_rmw exch, release, sys", line)]
+        heard = max(place for place, line in enumerate(lines) if re.search(r"tt\.atomic_rmw \w+, acquire, sys", line))
+        assert [place for place in rows if place < told][-1] < barriers[0] < told < heard, about
+        assert heard < barriers[-1] < next(place for place in rows if place > told), about
         assert not re.search(r"ld\.global\S*\.b16", ptx), f"{about}: rows are not read 16 bytes at a time"
         assert ("nanosleep" in ptx) == (pause > 0), about
+    name, _, _, ptx, _ = compiled[-1]
+    assert name == "words"
+    assert_words_are_whole([line.strip() for line in ptx.splitlines()])
+
+
+def assert_words_are_whole(lines: list[str]) -> None:
+    """Data and number go together, two words at a time, after the launch before is done; nothing fences, signals or is replaced."""
+    (waited,) = [place for place, line in enumerate(lines) if "griddepcontrol.wait" in line]
+    (let_go,) = [place for place, line in enumerate(lines) if "griddepcontrol.launch_dependents" in line]
+    written = [place for place, line in enumerate(lines) if "st.global.v2.b64" in line]
+    read = [place for place, line in enumerate(lines) if "ld.volatile.global.v2.b64" in line]
+    stores = [place for place, line in enumerate(lines) if "st.global" in line]
+    assert written
+    assert read
+    assert waited < let_go < stores[0]
+    assert stores[: len(written)] == written
+    assert written[-1] < read[0] <= read[-1] < stores[len(written)]
+    assert not [line for line in lines if "atom." in line or "membar" in line or "fence" in line]
+    assert not [line for line in lines if re.search(r"(ld\.volatile|st)\.global\S*\.b64", line) and "v2" not in line]

@@ -1,0 +1,34 @@
+"""The sum of `kernels.pairs.Pairs` over a row's choices, as parts of the kernels that take them."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Parameters of kernels are pointers and scalars of the device, which have no Python type.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.pairs import MOST_CHOICES
+
+CHOICES = tl.constexpr(MOST_CHOICES)
+
+
+@triton.jit
+def held_choices(experts, local, row, TOP_K: tl.constexpr):
+    """Bit c of the result: whether the expert of the row's choice c is held here. All choices are looked up at once."""
+    choice = tl.arange(0, CHOICES)
+    real = choice < TOP_K
+    expert = tl.load(experts + row * TOP_K + choice, mask=real, other=0)
+    held = tl.load(local + expert, mask=real, other=-1) >= 0
+    return tl.sum(held.to(tl.int32) << choice, 0)
+
+
+@triton.jit
+def sum_choices(value, row, held, width, column, live, TOP_K: tl.constexpr):
+    """Columns of the row's sum, float32, in the order of the choices."""
+    total = tl.zeros(column.shape, tl.float32)
+    for choice in tl.static_range(TOP_K):
+        end = tl.where(((held >> choice) & 1) == 1, width, 0)
+        at = value + (row * TOP_K + choice) * width + column
+        total += tl.load(at, mask=live & (column < end), other=0.0).to(tl.float32)
+    return total
