@@ -149,15 +149,22 @@ def check_attention(
 ) -> None:
     """Raise ValueError for layouts that the attention kernels do not take."""
     heads, head_dim = q.shape[1:]
+    check_caches(heads, head_dim, k_cache, v_cache, block_tables)
+    if not q.is_contiguous():
+        raise ValueError("queries must be contiguous")
+    if gate is not None and (gate.shape != (q.shape[0], heads * head_dim) or gate.stride(1) != 1):
+        raise ValueError(f"a gate {tuple(gate.shape)} for outputs {(q.shape[0], heads * head_dim)}")
+
+
+def check_caches(heads: int, head_dim: int, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor) -> None:
+    """Raise ValueError for caches `[N, P, kv_heads, head_dim]` and tables that the attention kernels do not take."""
     _, block_size, kv_heads, cached = k_cache.shape
     if head_dim != triton.next_power_of_2(head_dim) or head_dim < 16 or cached != head_dim or heads % kv_heads:
         raise ValueError(f"{heads} heads of {head_dim} over {kv_heads} of {cached}; sizes are powers of two from 16")
     if block_size % 16 or k_cache.shape != v_cache.shape:
         raise ValueError(f"blocks of {block_size} positions, caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
-    if not (q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()) or block_tables.stride(1) != 1:
-        raise ValueError("queries and caches must be contiguous, and rows of block tables")
-    if gate is not None and (gate.shape != (q.shape[0], heads * head_dim) or gate.stride(1) != 1):
-        raise ValueError(f"a gate {tuple(gate.shape)} for outputs {(q.shape[0], heads * head_dim)}")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or block_tables.stride(1) != 1:
+        raise ValueError("caches must be contiguous, and rows of block tables")
 
 
 @triton.jit
@@ -253,11 +260,15 @@ def _decode_kernel(
     top = tl.full([PACKED], -1e30, tl.float32)
     total = tl.zeros([PACKED], tl.float32)
     summed = tl.zeros([PACKED, HEAD_DIM], tl.float32)
+    # Blocks are looked up one tile ahead: a look-up inside of the loads would take half of the compiler's stages.
+    table = block_tables + span.to(tl.int64) * table_stride
+    key = begin + tl.arange(0, TILE)
+    block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
     for start in range(begin, end, TILE):
         key = start + tl.arange(0, TILE)
         live = key < end
-        block = tl.load(block_tables + span.to(tl.int64) * table_stride + key // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        where = (block * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv * HEAD_DIM
+        where = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv * HEAD_DIM
+        block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
         keys = tl.load(k_cache + where[:, None] + at[None, :], mask=live[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         seen = live[None, :] & (key[None, :] <= position[:, None])

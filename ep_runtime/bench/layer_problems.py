@@ -25,6 +25,7 @@ from kernels.gated_delta import delta_chunks, delta_gate, delta_inputs, delta_st
 from kernels.paged_attention import decode_attention, piece_attention, write_kv
 from kernels.paged_decode_triton import DecodeConfig, default_decode_config, paged_decode
 from kernels.paged_prefill_triton import PrefillConfig, default_prefill_config, paged_prefill, prefill_tiles
+from kernels.paged_step_triton import StepConfig, attention_step, default_step_config
 from kernels.rms_norm import gated_rms_norm, rms_norm
 from kernels.rms_norm_triton import add_norm_rows
 from kernels.rotary import rotary_tables, rotate
@@ -235,6 +236,60 @@ class Decode(Problem):
         return data.opened(decode_attention(data.q.double(), k_cache, v_cache, data.tables, data.seq_lens, data.lens, None))
 
 
+class StepAttention(Problem):
+    """A decode step from the projection to the attended row. Configurations: tile, parts, warps, stages, and dependent launch."""
+
+    def __init__(self, shape: AttentionShape, lengths: Sequence[int]) -> None:
+        self.bytes = sum(lengths) * shape.kv_heads * shape.head_dim * 4 + len(lengths) * shape.width * 4
+        self.flops = sum(lengths) * shape.width * 4
+        self.data = data = Paged(shape, lengths, [1] * len(lengths), self.sets)
+        self.inputs = Inputs(shape, len(lengths))
+        self.projected = self.inputs.qkv[0]
+        self.positions = data.seq_lens - 1
+        self.cos, self.sin = rotary_cos_sin(self.positions, self.inputs.inv_freq, 1.0)
+        blocks = data.tables.gather(1, (self.positions // BLOCK).long()[:, None])[:, 0]
+        self.places = blocks.long() * BLOCK + self.positions % BLOCK
+        self.turns = torch.zeros(len(lengths) * shape.kv_heads, dtype=torch.int32, device="cuda")
+        self.longest = max(lengths)
+
+    def configs(self) -> Sequence[tuple[StepConfig, bool]]:
+        """A configuration, and dependent launch."""
+        shape, count = self.data.shape, len(self.data.lens)
+        default = default_step_config(count, shape.kv_heads, shape.head_dim, self.longest)
+        tiles = (
+            ((64, 4, 3), (256, 8, 2), (128, 8, 2), (32, 2, 3)) if shape.head_dim <= 128 else ((32, 4, 3), (64, 8, 3), (128, 8, 2))
+        )
+        splits = sorted({max(1, default.splits // 2), default.splits, 2 * default.splits})
+        found = [StepConfig(tile=t, warps=w, stages=s, splits=split) for t, w, s in tiles for split in splits]
+        return [(default, False), (default, True), *((config, False) for config in found)]
+
+    def run(self, config: Any, number: int) -> Tensors:
+        """Outputs."""
+        chosen, pdl = config
+        shape, inputs = self.data.shape, self.inputs
+        k_cache, v_cache = self.data.caches[number]
+        out = attention_step(
+            self.projected, self.cos, self.sin, k_cache, v_cache, self.places, self.data.tables, self.data.seq_lens, self.turns,
+            heads=shape.heads, max_seq=self.longest, q_norm=inputs.q_norm, k_norm=inputs.k_norm, eps=EPS, gated=shape.gated,
+            config=chosen, pdl=pdl,
+        )  # fmt: skip
+        return (out,)
+
+    def expected(self) -> Tensors:
+        """In float64."""
+        data, shape, inputs = self.data, self.data.shape, self.inputs
+        heads = self.projected.double()[:, : (shape.heads + 2 * shape.kv_heads) * shape.head_dim].unflatten(1, (-1, shape.head_dim))
+        q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+        cos, sin = rotary_tables(self.positions, inputs.inv_freq, 1.0, torch.float64)
+        q, k = (rotate(rms_norm(x, weight.double(), EPS), cos, sin) for x, weight in ((q, inputs.q_norm), (k, inputs.k_norm)))
+        k_cache, v_cache = (cache.double() for cache in data.caches[0])
+        write_kv(k_cache, v_cache, k, v, self.places)
+        out = decode_attention(q, k_cache, v_cache, data.tables, data.seq_lens, data.lens, None).flatten(1)
+        if shape.gated:
+            out *= self.projected.double()[:, shape.width + 2 * shape.kv_heads * shape.head_dim :].sigmoid()
+        return (out,)
+
+
 class Prefill(Problem):
     """Attention of prompt pieces. Configurations: tiles."""
 
@@ -418,6 +473,11 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "decode Next 1 x 256": partial(Decode, NEXT, [256]),
     "decode Next 128 x 256": partial(Decode, NEXT, [256] * 128),
     "decode Next 32 x 4096": partial(Decode, NEXT, [4096] * 32),
+    "step Qwen3 1 x 256": partial(StepAttention, QWEN3, [256]),
+    "step Qwen3 128 x 256": partial(StepAttention, QWEN3, [256] * 128),
+    "step Qwen3 1 x 8192": partial(StepAttention, QWEN3, [8192]),
+    "step Next 1 x 256": partial(StepAttention, NEXT, [256]),
+    "step Next 128 x 1024": partial(StepAttention, NEXT, [1024] * 128),
     "prefill Qwen3 1 x 4096": partial(Prefill, QWEN3, [4096], [4096]),
     "prefill Qwen3 2 x 4096": partial(Prefill, QWEN3, [4096] * 2, [4096] * 2),
     "prefill Qwen3 8 x 1024": partial(Prefill, QWEN3, [1024] * 8, [1024] * 8),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 
@@ -22,6 +23,7 @@ from kernels.few_rows_triton import linear_rows
 from kernels.one_shot_triton import PeerMemory, reduce_add_norm_rows, reduce_rows
 from kernels.paged_decode_triton import paged_decode
 from kernels.paged_prefill_triton import PrefillConfig, default_prefill_config, paged_prefill, prefill_tiles
+from kernels.paged_step_triton import attention_step
 from kernels.pairs import Pairs
 from kernels.rms_norm_triton import add_norm_rows, norm_rows, silu_mul
 from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
@@ -38,6 +40,15 @@ from model.layers.norm import RMSNorm
 from model.layers.operators import Pending, TorchOperators
 from model.layers.rotary import Rotary
 from model.layers.step import Step
+
+
+class _Norms(TypedDict):
+    """Norms of query and key heads."""
+
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
+    zero_centered: bool
 
 
 @dataclass(slots=True)
@@ -159,49 +170,42 @@ class FusedOperators:
         return linear_rows(x, weight.dequantize(), layer.bias, config, self._turns, pdl=self._pdl)
 
     def attention(self, layer: Attention, projected: torch.Tensor, step: Step) -> torch.Tensor:
-        """Norms, rotation and cache write in one kernel, then attention of single rows and of pieces."""
-        prepared = step.prepared
-        if not self.static(layer, step.batch.block_size):
+        """A decode step in one kernel; else norms, rotation and cache write in one, then attention of single rows and of pieces."""
+        prepared, batch = step.prepared, step.batch
+        if not self.static(layer, batch.block_size):
             step.prepared = prepared.torch_tables()
             out = layer.attend(projected, step)
             step.prepared = prepared
             return out
-        k_cache, v_cache = step.state.kv(layer.number)
-        q = attention_inputs(
-            projected,
-            prepared.cos,
-            prepared.sin,
-            k_cache,
-            v_cache,
-            prepared.places,
-            heads=layer.heads,
-            q_norm=None if layer.q_norm is None else layer.q_norm.weight,
-            k_norm=None if layer.k_norm is None else layer.k_norm.weight,
-            eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
-            zero_centered=layer.q_norm is not None and layer.q_norm.zero_centered,
-            pdl=self._pdl,
-        )
+        inputs = (projected, prepared.cos, prepared.sin, *step.state.kv(layer.number), prepared.places)
+        norms: _Norms = {
+            "q_norm": None if layer.q_norm is None else layer.q_norm.weight,
+            "k_norm": None if layer.k_norm is None else layer.k_norm.weight,
+            "eps": 0.0 if layer.q_norm is None else layer.q_norm.eps,
+            "zero_centered": layer.q_norm is not None and layer.q_norm.zero_centered,
+        }
+        if batch.decode_only:
+            return attention_step(
+                *inputs,
+                batch.block_tables,
+                batch.seq_lens,
+                self._turns,
+                heads=layer.heads,
+                max_seq=batch.host.max_seq,
+                window=layer.window,
+                gated=layer.gated,
+                pdl=self._pdl,
+                **norms,
+            )
+        q = attention_inputs(*inputs, heads=layer.heads, pdl=self._pdl, **norms)
         gate = projected[:, layer.width + 2 * layer.kv_width :] if layer.gated else None
         return self._attend(layer, q, gate, step)
 
     def _attend(self, layer: Attention, q: torch.Tensor, gate: torch.Tensor | None, step: Step) -> torch.Tensor:
-        """Queries `[T, heads, head_dim]` over the cache: single rows by one kernel, pieces by another."""
+        """Queries `[T, heads, head_dim]` over the cache, beside pieces of prompts: single rows by one kernel, pieces by another."""
         batch = step.batch
         k_cache, v_cache = step.state.kv(layer.number)
         tables, lens, window = batch.block_tables, batch.seq_lens, layer.window
-        if batch.decode_only:
-            return paged_decode(
-                q,
-                k_cache,
-                v_cache,
-                tables,
-                lens,
-                max_seq=batch.host.max_seq,
-                window=window,
-                gate=gate,
-                turns=self._turns,
-                pdl=self._pdl,
-            )
         out = torch.empty(q.shape[0], layer.width, dtype=q.dtype, device=q.device)
         if batch.single_spans is not None and len(batch.single_spans):
             paged_decode(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from kernels.delta_decode_triton import DeltaWeights, delta_decode
 from kernels.delta_plan import delta_plan
 from kernels.paged_decode_triton import DecodeConfig, paged_decode
 from kernels.paged_prefill_triton import default_prefill_config, paged_prefill, prefill_tiles
+from kernels.paged_step_triton import StepConfig, attention_step
 from kernels.rms_norm_triton import add_norm_rows, norm_rows
 from tests.unit.kernels.attention_cases import BLOCK, PagedCase
 from tests.unit.kernels.delta_cases import DeltaCase
+from tests.unit.kernels.step_cases import StepCase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -61,6 +64,43 @@ def test_decode(heads: int, kv_heads: int, head_dim: int, window: int | None, wa
     assert error(got, expected * gate.cpu().double().sigmoid()) < TOLERANCE[dtype]
     assert not got[2].any()
     assert torch.equal(got, graphed(run))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("splits", [None, 1, 5])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "half", "options"),
+    [
+        (16, 2, 128, 64, {}),
+        (8, 1, 256, 32, {"gated": True, "norm": "zero-centred"}),
+        (9, 3, 64, 32, {"window": 100, "norm": None}),
+        (16, 1, 128, 64, {}),
+        (2, 2, 64, 8, {}),
+    ],
+    ids=str,
+)
+def test_attention_step(
+    heads: int, kv_heads: int, head_dim: int, half: int, options: dict[str, Any], splits: int | None, dtype: torch.dtype
+) -> None:
+    """Idle rows, rows that find their key in the cache, repeated calls and dependent launches: the same bits."""
+    case = StepCase([1, 63, 0, 65, 1000, 130], heads, kv_heads, head_dim, half, dtype, cached=(3,), device="cuda", **options)
+    k_cache, v_cache = case.paged.k_cache.clone(), case.paged.v_cache.clone()
+    arguments: dict[str, Any] = case.arguments(k_cache, v_cache)
+    turns = torch.zeros(6 * kv_heads, dtype=torch.int32, device="cuda")
+    tile = 16 if dtype == torch.float32 else 32
+    config = None if splits is None else StepConfig(tile=tile, warps=4, stages=2, splits=splits, alone=tile)
+
+    def run(pdl: bool) -> torch.Tensor:
+        return attention_step(**arguments, turns=turns, config=config, pdl=pdl)
+
+    got = run(False)
+    expected, k_after, v_after = case.expected()
+    assert error(got, expected) < TOLERANCE[dtype]
+    assert not got[2].any()
+    assert error(k_cache, k_after) < TOLERANCE[dtype]
+    assert torch.equal(v_cache.cpu().double(), v_after)
+    assert torch.equal(got, graphed(lambda: run(True)))
+    assert not turns.any()
 
 
 def graphed(run: Callable[[], torch.Tensor]) -> torch.Tensor:
