@@ -14,7 +14,8 @@ class Tile:
     """One kernel's tile: rows, outputs and depth of a program, its warps, and how many loads it keeps in flight.
 
     `swap` makes the weights the first operand of the matrix product (64 outputs by 16 rows use Hopper's widest instruction, 16 rows
-    by 64 outputs do not). `descriptors` reads the weights through the tensor memory accelerator. `block_m` is unused when paired.
+    by 64 outputs do not). `descriptors` reads the weights through the tensor memory accelerator. When paired, `block_m` is the
+    number of choices whose weights down reads at once; gate/up has no use for it.
     """
 
     block_m: int = 16
@@ -43,6 +44,11 @@ class ExpertsConfig:
         """As nested dicts of plain values, for a file."""
         return asdict(self)
 
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block of the grouping that serves both kernels; 0 where nothing is grouped."""
+        return self.gate_up.block_m if self.form == "grouped" else 0
+
 
 def experts_config(plain: Mapping[str, Any]) -> ExpertsConfig:
     """The configuration that `plain()` gave. Raises TypeError for a field that does not exist, or ValueError for a wrong form."""
@@ -52,7 +58,7 @@ def experts_config(plain: Mapping[str, Any]) -> ExpertsConfig:
     return ExpertsConfig(**fields)
 
 
-PAIRED_ROWS = 2
+PAIRED_ROWS = 4
 """Up to this many rows most chosen experts differ from each other, and grouping would cost more than it saves."""
 
 
@@ -61,8 +67,8 @@ def default_config(rows: int, top_k: int, held: int) -> ExpertsConfig:
     if rows <= PAIRED_ROWS:
         return ExpertsConfig(
             form="paired",
-            gate_up=Tile(block_n=8, block_k=512, warps=4, stages=1),
-            down=Tile(block_n=2, block_k=256, warps=4, stages=1),
+            gate_up=Tile(block_n=4, block_k=512, warps=4, stages=3),
+            down=Tile(block_m=4, block_n=4, block_k=256, warps=4, stages=1),
         )
     share = rows * top_k / max(held, 1)
     if share <= 12:

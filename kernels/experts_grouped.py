@@ -216,15 +216,19 @@ def _down_kernel(
 ):
     tiles = tl.cdiv(hidden, BLOCK_N)
     block, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_N
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # The kernel before this one waited for the groups: they are complete. Its own output is complete after the wait.
     if block >= tl.load(meta):
+        if PDL:
+            # A kernel none of whose programs waits could end before the one in front of it.
+            tl.extra.cuda.gdc_wait()
         return
     expert, start, rows, listed = block_of(meta, block, held, most_blocks)
     m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     live = m < rows
     pair = tl.load(listed + start + m, mask=live, other=0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     at = units + (start + m).to(tl.int64)[:, None] * width
     column = tl.minimum(first + n, hidden - 1) - first
     if SWAP:
@@ -246,12 +250,12 @@ def _down_kernel(
 def _combine_kernel(pairs, experts, local, out, hidden, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros([COLUMNS], tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = row * TOP_K + choice
         end = tl.where(tl.load(local + tl.load(experts + pair)) >= 0, hidden, 0)
+        if PDL and choice == 0:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         total += tl.load(pairs + pair * hidden + column, mask=column < end, other=0.0).to(tl.float32)
     tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=column < hidden)

@@ -58,7 +58,10 @@ def down_paired(
     *,
     pdl: bool,
 ) -> None:
-    """The weighted sums of every row over its choices, always added in one order, into out `[T, H]`. `tile.stages` is unused."""
+    """The weighted sums of every row over its choices, always added in one order, into out `[T, H]`.
+
+    The weights of `tile.block_m` choices that are held here are read at once; `tile.stages` is unused.
+    """
     rows, top_k = experts.shape
     hidden, width = down.shape[1:]
     _down_paired_kernel[(rows * triton.cdiv(hidden, tile.block_n),)](
@@ -72,6 +75,7 @@ def down_paired(
         width,
         TOP_K=top_k,
         TOP_K_POW2=triton.next_power_of_2(top_k),
+        SLOTS=min(tile.block_m, triton.next_power_of_2(top_k)),
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         K_TILES=triton.cdiv(width, tile.block_k),
@@ -130,6 +134,12 @@ def _gate_up_paired_kernel(
 
 
 @triton.jit
+def _at_slots(value, here):
+    """Of each slot (row of `here`) the value of the only choice, or none, that is there."""
+    return tl.sum(tl.where(here, value[None, :], tl.zeros_like(value)[None, :]), 1)
+
+
+@triton.jit
 def _down_paired_kernel(
     units,
     experts,
@@ -141,6 +151,7 @@ def _down_paired_kernel(
     width,
     TOP_K: tl.constexpr,
     TOP_K_POW2: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     K_TILES: tl.constexpr,
@@ -150,27 +161,39 @@ def _down_paired_kernel(
     tiles = tl.cdiv(hidden, BLOCK_N)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    pair = row * TOP_K + tl.arange(0, TOP_K_POW2)
-    live = tl.arange(0, TOP_K_POW2) < TOP_K
-    # The choices are a dimension of the tile: all their weights are asked for at once, and nothing is read for foreign ones.
-    expert = tl.load(local + tl.load(experts + pair, mask=live, other=0), mask=live, other=-1).to(tl.int64)
-    held = (expert >= 0)[:, None]
-    weight = tl.load(weights + pair, mask=live, other=0.0)[:, None]
-    line = down + (expert[:, None] * hidden + column[None, :]) * width
-    line_held = held & (column < hidden)[None, :]
-    total = tl.zeros([TOP_K_POW2, BLOCK_N, BLOCK_K], tl.float32)
-    for tile in tl.static_range(K_TILES):
-        k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-        mask = line_held[:, :, None]
-        if not EVEN_K:
-            mask = mask & (k < width)[None, None, :]
-        w = tl.load(line[:, :, None] + k[None, None, :], mask=mask, other=0.0)
-        if PDL and tile == 0:
-            # The first weights are on their way while the kernel before this one ends. It let this one start only after it had
-            # waited for the router's, so choices and their weights are complete; its own output is complete from here on.
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-        part = tl.load(units + pair[:, None] * width + k[None, :], mask=held & (k < width)[None, :], other=0.0) * weight
-        total += w.to(tl.float32) * part[:, None, :]
-    sums = tl.sum(tl.sum(total, 2), 0)
+    choice = tl.arange(0, TOP_K_POW2)
+    pair = row * TOP_K + choice
+    expert = tl.load(local + tl.load(experts + pair, mask=choice < TOP_K, other=0), mask=choice < TOP_K, other=-1).to(tl.int32)
+    weight = tl.load(weights + pair, mask=choice < TOP_K, other=0.0)
+    number = tl.cumsum((expert >= 0).to(tl.int32), 0) - 1
+    count = tl.max(number, 0) + 1
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for first in tl.static_range(0, TOP_K, SLOTS):
+        # Held choices, in their order, are a dimension of the tile: their weights are asked for at once, foreign ones take no room.
+        if first == 0 or first < count:
+            slot = first + tl.arange(0, SLOTS)
+            held = slot < count
+            here = (number[None, :] == slot[:, None]) & (expert >= 0)[None, :]
+            mine = _at_slots(expert, here).to(tl.int64)
+            factor = _at_slots(weight, here)
+            place = units + (row * TOP_K + _at_slots(choice, here)) * width
+            line = down + (mine[None, :] * hidden + column[:, None]) * width
+            line_held = held[None, :] & (column < hidden)[:, None]
+            for tile in tl.static_range(K_TILES):
+                k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+                mask, part_mask = line_held[:, :, None], held[:, None]
+                if not EVEN_K:
+                    mask = mask & (k < width)[None, None, :]
+                    part_mask = part_mask & (k < width)[None, :]
+                # Told so, the compiler shares columns out to warps, not choices, whose sum then needs no other thread.
+                at = tl.max_contiguous(line[:, :, None] + k[None, None, :], [2, 1, BLOCK_K])
+                w = tl.load(at, mask=mask, other=0.0)
+                if PDL and tile == 0 and first == 0:
+                    # The first weights are on their way while the kernel before this one ends. It let this one start only after it
+                    # had waited for the router's, so choices and their weights are complete; its own output is complete from here.
+                    tl.extra.cuda.gdc_wait()
+                    tl.extra.cuda.gdc_launch_dependents()
+                part = tl.load(place[:, None] + k[None, :], mask=part_mask, other=0.0) * factor[:, None]
+                total += tl.sum(w.to(tl.float32) * part[None, :, :], 1)
+    sums = tl.sum(total, 1)
     tl.store(out + row * hidden + column, sums.to(out.dtype.element_ty), mask=column < hidden)

@@ -7,11 +7,13 @@ from functools import partial
 
 import torch
 
-from ep_runtime.bench.experts_candidates import GROUPED, PAIRED
+from ep_runtime.bench.experts_candidates import DECODE_ROWS, GROUPED, PAIRED, PAIRED_UP_TO, block_rows
+from ep_runtime.bench.experts_shapes import MODELS, Model
 from kernels.experts_config import Tile
 from kernels.experts_grouped import down_grouped, gate_up_grouped
 from kernels.experts_paired import down_paired, gate_up_paired
 from kernels.grouping import group_pairs
+from kernels.router_triton import COUNTERS, route_rows
 
 HIDDEN = 2048
 
@@ -31,17 +33,28 @@ def compile_share(share: tuple[int, int]) -> str:
 
 def _jobs() -> list[tuple[str, Callable[[], object]]]:
     jobs: list[tuple[str, Callable[[], object]]] = []
+    for tile in PAIRED["gate_up"]:
+        jobs.append((f"paired gate_up {tile}", partial(_paired, "gate_up", tile, 768, 8, True)))
+    for tile in PAIRED["down"]:
+        for units, top_k in ((768, 8), (512, 8), (512, 10)):
+            jobs.append((f"paired down {tile}", partial(_paired, "down", tile, units, top_k, True)))
     for pdl in (False, True):
-        for tile in PAIRED["gate_up"]:
-            jobs.append((f"paired gate_up {tile}", partial(_paired, "gate_up", tile, 768, 8, pdl)))
-        for tile in PAIRED["down"]:
-            for units, top_k in ((768, 8), (512, 8), (512, 10)):
-                jobs.append((f"paired down {tile}", partial(_paired, "down", tile, units, top_k, pdl)))
         for block_m, kinds in GROUPED.items():
             for kind, tiles in kinds.items():
                 for tile in tiles:
                     jobs.append((f"grouped {kind} {tile}", partial(_grouped, kind, tile, block_m, 768, pdl)))
+    for model in MODELS.values():
+        for rows in DECODE_ROWS:
+            blocks = [0] * (rows <= PAIRED_UP_TO) + block_rows(rows, model.top_k, model.experts)
+            jobs += [(f"router {model} {rows} {block}", partial(_route, model, rows, block)) for block in blocks]
     return jobs
+
+
+def _route(model: Model, rows: int, block: int) -> None:
+    x = torch.zeros(rows, model.hidden, dtype=torch.bfloat16, device="cuda")
+    router = torch.zeros(model.experts, model.hidden, dtype=torch.bfloat16, device="cuda")
+    turns, local = torch.zeros(COUNTERS, dtype=torch.int32, device="cuda"), torch.arange(model.experts, device="cuda") % model.held
+    route_rows(x, router, model.top_k, True, turns, local, model.held, block, pdl=True)
 
 
 def _weights(kind: str, units: int) -> torch.Tensor:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from kernels.experts_config import Tile
 
+DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of rows for which layers are timed as decode steps launch them."""
+
 PAIRED_UP_TO = 8
 """Up to this many rows the paired form is timed."""
 
 
-def _paired(*tiles: tuple[int, int, int, int]) -> list[Tile]:
-    return [Tile(block_n=n, block_k=k, warps=w, stages=s) for n, k, w, s in tiles]
+def _paired(*tiles: tuple[int, int, int, int, int]) -> list[Tile]:
+    """Outputs, depth, warps, stages and choices at once of each."""
+    return [Tile(block_m=m, block_n=n, block_k=k, warps=w, stages=s) for n, k, w, s, m in tiles]
 
 
 def _grouped(block_m: int, *tiles: tuple[int, int, int, int, str]) -> list[Tile]:
@@ -22,24 +26,26 @@ def _grouped(block_m: int, *tiles: tuple[int, int, int, int, str]) -> list[Tile]
 
 PAIRED = {
     "gate_up": _paired(
-        (8, 512, 4, 1), (4, 512, 4, 1), (4, 1024, 4, 1), (8, 1024, 8, 1), (2, 2048, 4, 1), (4, 512, 4, 3), (8, 256, 4, 4)
+        *((4, 512, 4, 3, 1), (8, 512, 4, 3, 1), (8, 256, 4, 3, 1), (8, 256, 4, 4, 1)),
+        *((2, 1024, 4, 3, 1), (4, 1024, 4, 2, 1), (8, 512, 8, 3, 1), (4, 256, 2, 4, 1)),
     ),
-    "down": _paired((4, 256, 4, 1), (2, 256, 4, 1), (2, 256, 2, 1), (1, 256, 2, 1), (4, 256, 8, 1), (2, 512, 4, 1), (1, 256, 1, 1)),
+    "down": _paired(
+        *((4, 256, 4, 1, 4), (8, 256, 4, 1, 4), (8, 256, 8, 1, 4), (4, 256, 4, 1, 8), (8, 256, 4, 1, 2)),
+        *((4, 512, 4, 1, 4), (4, 512, 4, 1, 2), (8, 512, 8, 1, 4), (2, 512, 2, 1, 4), (4, 1024, 4, 1, 2)),
+    ),
 }
 
 GROUPED = {
     16: {
         "gate_up": _grouped(
             16,
-            *((32, 128, 4, 4, ""), (16, 256, 4, 4, ""), (64, 128, 4, 3, ""), (64, 64, 4, 5, "")),
-            *((64, 128, 4, 3, "s"), (64, 64, 4, 5, "s")),
-            *((32, 128, 4, 5, "d"), (64, 128, 4, 3, "sd"), (64, 64, 4, 6, "sd"), (128, 64, 4, 4, "sd"), (64, 128, 4, 6, "sd")),
+            *((32, 128, 4, 4, ""), (32, 256, 4, 3, ""), (64, 128, 4, 3, "s")),
+            *((32, 128, 4, 3, "d"), (64, 128, 4, 3, "sd"), (64, 64, 4, 6, "sd"), (128, 64, 4, 4, "sd")),
         ),
         "down": _grouped(
             16,
-            *((64, 128, 4, 4, ""), (32, 256, 4, 3, ""), (128, 64, 4, 4, "")),
-            *((64, 128, 4, 4, "s"), (128, 64, 4, 4, "s")),
-            *((64, 128, 4, 4, "d"), (64, 128, 4, 4, "sd"), (128, 64, 4, 6, "sd"), (128, 128, 4, 3, "sd"), (64, 256, 4, 3, "sd")),
+            *((64, 128, 4, 4, ""), (128, 64, 4, 4, ""), (64, 256, 4, 3, "d")),
+            *((64, 128, 4, 4, "sd"), (128, 64, 4, 6, "sd"), (128, 128, 4, 3, "sd"), (64, 256, 4, 2, "sd")),
         ),
     },
     32: {

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from kernels.experts_config import ExpertsConfig, Tile, default_config
 from kernels.experts_triton import moe_experts
-from kernels.grouping import group_pairs
-from kernels.router_triton import FUSED_ROWS, route_logits, route_rows
+from kernels.grouping import Groups
+from kernels.router_triton import COUNTERS, FUSED_ROWS, route_logits, route_rows
 
 
 def local_experts(experts: int, held: int) -> torch.Tensor:
@@ -105,51 +105,90 @@ def _checked_configs(rows: int, top_k: int, held: int, hidden: int, units: int) 
                 yield label, ExpertsConfig(form="grouped", gate_up=tile, down=tile, pdl=descriptors)
 
 
-ROUTERS = ((1, 128, 8, True), (5, 60, 4, False), (8, 512, 10, True), (300, 256, 8, True))
-"""Rows, experts, choices, and whether weights are normalised."""
+class Router(NamedTuple):
+    """One problem of `check_router`; `shared` as in `kernels.router_triton`, `block_rows` of the groups made with the choice."""
+
+    rows: int
+    experts: int
+    top_k: int
+    normalise: bool
+    shared: int = 0
+    block_rows: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    hidden: int = 2048
 
 
-def check_router(shape: tuple[int, int, int, bool]) -> list[dict[str, Any]]:
+ROUTERS = (
+    Router(1, 128, 8, True),
+    Router(5, 60, 4, False, 3),
+    Router(16, 512, 10, True, 2),
+    Router(300, 256, 8, True, 2),
+    Router(1, 256, 8, True, 2, hidden=2100),
+    Router(100, 512, 10, True, 4),
+    Router(33, 128, 8, True, 2, 32, torch.float32),
+    Router(9, 40, 3, True, 0, 16, torch.float16, 72),
+)
+
+
+def check_router(router: Router) -> list[dict[str, Any]]:
     """The router's kernels on random data of one of ROUTERS, as `check_shape`."""
-    rows, num_experts, top_k, normalise = shape
-    row: dict[str, Any] = {"what": "router", "shape": shape, "good": False}
+    row: dict[str, Any] = {"what": "router", "shape": router, "good": False}
     try:
-        x = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
-        router = torch.randn(num_experts, 2048, device="cuda").mul(2048**-0.5).bfloat16()
-        logits = functional.linear(x, router)
-        row |= _router_errors(*route_logits(logits, top_k, normalise), logits, top_k, normalise)
-        if rows <= FUSED_ROWS:
-            row |= _check_fused(x, router, top_k, normalise, row["good"])
+        x = torch.randn(router.rows, router.hidden, device="cuda", dtype=router.dtype)
+        lines = router.experts + (router.shared > 0)
+        weight = torch.randn(lines, router.hidden, device="cuda").mul(router.hidden**-0.5).to(router.dtype)
+        logits = functional.linear(x, weight)
+        row |= _router_errors(*route_logits(logits, router.top_k, router.normalise, shared=router.shared), logits, router)
+        if router.rows <= FUSED_ROWS:
+            row |= _check_fused(x, weight, router, row["good"])
     except Exception as error:  # one variant must not end the run
         row |= {"good": False, "failed": repr(error)[:500]}
     return [row]
 
 
-def _check_fused(x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, good: bool) -> dict[str, Any]:
+def _check_fused(x: torch.Tensor, weight: torch.Tensor, router: Router, good: bool) -> dict[str, Any]:
     """Three launches in a row, of which the last one's results are compared."""
-    turn = torch.zeros(1, dtype=torch.int32, device="cuda")
-    held = router.shape[0] // 2
-    local = local_experts(router.shape[0], held)
+    turns = torch.zeros(COUNTERS, dtype=torch.int32, device="cuda")
+    local = torch.full((router.experts + router.shared,), -1, device="cuda")
+    local[::2] = torch.arange(len(local[::2]), device="cuda").flip(0)
+    held = len(local[::2])
     for _ in range(3):
-        weights, experts, groups = route_rows(x, router, top_k, normalise, turn, local, held, 16)
-    logits = functional.linear(x.double(), router.double()).bfloat16()
-    found = _router_errors(weights, experts, logits, top_k, normalise)
-    again = group_pairs(experts, local, held, 16)
-    counts = slice(0, 1 + held)
-    same_groups = groups is not None and bool(torch.equal(groups.meta[counts], again.meta[counts]))
+        weights, experts, groups = route_rows(
+            x, weight, router.top_k, router.normalise, turns, local, held, router.block_rows, shared=router.shared
+        )
+    logits = functional.linear(x.double(), weight.double()).to(router.dtype)
+    found = _router_errors(weights, experts, logits, router)
+    wrong = wrong_groups(groups, experts, local) if groups else ""
     # A logit may be rounded the other way than the exact one.
-    good = good and found["error"] < 5e-2 and int(turn) == 0 and same_groups
-    return {"good": good, "fused_error": found["error"], "same_groups": same_groups}
+    good = good and found["error"] < 5e-2 and not turns.any() and not wrong
+    return {"good": good, "fused_error": found["error"], "wrong_groups": wrong}
 
 
-def _router_errors(
-    weights: torch.Tensor, experts: torch.Tensor, logits: torch.Tensor, top_k: int, normalise: bool
-) -> dict[str, Any]:
+def wrong_groups(groups: Groups, experts: torch.Tensor, local: torch.Tensor) -> str:
+    """What is wrong with groups of these pairs, empty if nothing: each held pair is in one block of its expert, no other is."""
+    mine, meta, held, bound = local[experts.long()].flatten().cpu(), groups.meta.cpu(), groups.held, groups.most_blocks
+    number = int(meta[0])
+    blocks = meta[1 + 2 * held :][: 3 * bound].view(3, bound)[:, :number].T.tolist()
+    listed = meta[1 + 2 * held + 3 * bound :]
+    owned = [(owner, pair) for owner, start, rows in blocks for pair in listed[start : start + rows].tolist()]
+    want = [(owner, pair) for pair, owner in enumerate(mine.tolist()) if owner >= 0]
+    counts = torch.bincount(mine[mine >= 0], minlength=held)
+    if number != int((-(-counts // groups.block_rows)).sum()):
+        return f"{number} blocks"
+    return "" if sorted(owned) == sorted(want) else "pairs are not in their blocks"
+
+
+def _router_errors(weights: torch.Tensor, experts: torch.Tensor, logits: torch.Tensor, router: Router) -> dict[str, Any]:
     """Chosen logits against torch's (ties leave the experts open), and weights against softmax in float64."""
-    want = logits.float().topk(top_k).values
-    chosen = logits.float().gather(1, experts.long())
-    every = logits.double().softmax(-1).gather(1, experts.long())
-    exact_weights = every / every.sum(-1, keepdim=True) if normalise else every
-    off, error = float((chosen - want).abs().max()), error_of(weights, exact_weights)
+    top_k, plain = router.top_k, logits[:, : router.experts]
+    want = plain.float().topk(top_k).values
+    chosen = plain.float().gather(1, experts[:, :top_k].long())
+    every = plain.double().softmax(-1).gather(1, experts[:, :top_k].long())
+    exact_weights = every / every.sum(-1, keepdim=True) if router.normalise else every
     distinct = all(len(set(row)) == top_k for row in experts.tolist())
+    if router.shared:
+        exact_weights = torch.cat((exact_weights, logits[:, -1:].double().sigmoid()), 1)
+        owner = router.experts + torch.arange(len(experts), device="cuda") % router.shared
+        distinct = all(len(set(row)) == top_k + 1 for row in experts.tolist()) and bool(torch.equal(experts[:, -1].long(), owner))
+    off, error = float((chosen - want).abs().max()), error_of(weights, exact_weights)
     return {"chosen_off": off, "error": error, "good": off == 0.0 and error < 1e-5 and distinct}

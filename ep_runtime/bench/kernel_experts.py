@@ -11,15 +11,15 @@ import torch
 from torch.nn import functional
 
 from ep_runtime.bench.experts_candidates import GROUPED, PAIRED, PAIRED_UP_TO, block_rows
+from ep_runtime.bench.experts_chain import Chain
 from ep_runtime.bench.experts_check import local_experts, random_weights
 from ep_runtime.bench.experts_shapes import MODELS, Model
 from ep_runtime.bench.timing import floor_us, time_us
-from kernels.experts_config import ExpertsConfig, Tile, default_config, experts_shape
+from kernels.experts_config import ExpertsConfig, Form, Tile, default_config, experts_shape
 from kernels.experts_grouped import combine, down_grouped, gate_up_grouped
-from kernels.experts_paired import down_paired, gate_up_paired
 from kernels.experts_triton import moe_experts
 from kernels.grouping import group_pairs
-from kernels.router_triton import FUSED_ROWS, route_logits, route_rows
+from kernels.router_triton import COUNTERS, FUSED_ROWS, route_logits, route_rows
 
 
 class Layer:
@@ -30,13 +30,7 @@ class Layer:
         self.gate_up, self.down = weights
         self.local = local_experts(model.experts, model.held)
         self.x = [torch.randn(rows, model.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(calls)]
-        if rows == 1:  # no expert twice in a row of calls, so that none is still in the cache
-            logits = [-(torch.arange(model.experts, device="cuda") - call * model.top_k) % model.experts for call in range(calls)]
-            if model.ranks > 1:  # its share of the choices is here
-                logits = [value.view(-1, model.ranks).t().flatten() for value in logits]
-            chosen = [route_logits(value[None].float() * 0.01, model.top_k, True) for value in logits]
-        else:
-            chosen = [route_logits(torch.randn(rows, model.experts, device="cuda"), model.top_k, True) for _ in range(calls)]
+        chosen = [route_logits(torch.randn(rows, model.experts, device="cuda"), model.top_k, True) for _ in range(calls)]
         self.weights, self.experts = [w for w, _ in chosen], [e for _, e in chosen]
 
     def cost(self) -> tuple[float, float]:
@@ -82,13 +76,11 @@ class Timed:
 
 def time_experts(key: str, rows: int, weights: tuple[torch.Tensor, torch.Tensor]) -> Timed:
     """The best tile of each kernel, then whole layers made of them, with and without programmatic launch."""
-    calls = 24 if rows == 1 else 8 if rows <= 32 else 4 if rows <= 256 else 2
+    calls = 4 if rows <= 256 else 2
     layer = Layer(MODELS[key], rows, calls, weights)
     num_bytes, flops = layer.cost()
     timed = Timed(key, rows, floor_us(num_bytes, flops), num_bytes, flops)
     configs = [("default", default_config(rows, layer.model.top_k, layer.model.held))]
-    if rows <= PAIRED_UP_TO:
-        configs += _best_paired(layer, timed)
     for block_m in block_rows(rows, layer.model.top_k, layer.model.experts):
         configs += _best_grouped(layer, block_m, timed)
     for label, config in configs:
@@ -100,6 +92,48 @@ def time_experts(key: str, rows: int, weights: tuple[torch.Tensor, torch.Tensor]
                 timed.offer(name, micros, whole)
     report(timed.line())
     return timed
+
+
+def time_decode(key: str, rows: int, weights: tuple[torch.Tensor, torch.Tensor]) -> Timed:
+    """As `time_experts`, of layers as decode steps launch them (`experts_chain`), norm and router included."""
+    model = MODELS[key]
+    chain = Chain(model, rows, 24 if rows <= 2 else 8 if rows <= 32 else 4, weights)
+    num_bytes = chain.cost()
+    timed = Timed(key, rows, floor_us(num_bytes, 0.0), num_bytes, 0.0)
+    forms: list[tuple[Form, str, list[Tile], list[Tile]]] = []
+    if rows <= PAIRED_UP_TO:
+        forms.append(("paired", "paired", PAIRED["gate_up"], PAIRED["down"]))
+    for block_m in block_rows(rows, model.top_k, model.experts):
+        forms.append(("grouped", f"grouped.{block_m}", GROUPED[block_m]["gate_up"], GROUPED[block_m]["down"]))
+    for form, label, gate_ups, downs in forms:
+        timed.parts["routing." + label] = chain.time(
+            partial(chain.routing, block_rows=downs[0].block_m if form == "grouped" else 0)
+        )
+        made = _descend(chain, timed, form, label, gate_ups, downs)
+        if made:
+            timed.offer(label, *made)
+    report(timed.line())
+    return timed
+
+
+def _descend(
+    chain: Chain, timed: Timed, form: Form, label: str, gate_ups: list[Tile], downs: list[Tile]
+) -> tuple[float, ExpertsConfig] | None:
+    """The best tile of one kernel beside the best of the other so far, in turns; the time of a layer with both, and them."""
+
+    def measure(gate_up: Tile, down: Tile) -> float:
+        return chain.time(partial(chain.layer, config=ExpertsConfig(form=form, gate_up=gate_up, down=down, pdl=True)))
+
+    best = (gate_ups[0], downs[0])
+    for _ in range(2):
+        gate_up = _fastest("gate_up." + label, gate_ups, timed, partial(measure, down=best[1]))
+        if gate_up is None:
+            return None
+        down = _fastest("down." + label, downs, timed, partial(measure, gate_up))
+        if down is None:
+            return None
+        best = (gate_up, down)
+    return timed.parts["down." + label], ExpertsConfig(form=form, gate_up=best[0], down=best[1], pdl=True)
 
 
 def _each(layer: Layer, call: Callable[..., object]) -> list[Callable[[], object]]:
@@ -124,23 +158,6 @@ def _fastest(name: str, tiles: list[Tile], timed: Timed, measure: Callable[[Tile
     micros, at = min(found)
     timed.parts[name] = micros
     return tiles[at]
-
-
-def _best_paired(layer: Layer, timed: Timed) -> list[tuple[str, ExpertsConfig]]:
-    def measure_gate_up(tile: Tile) -> float:
-        return time_us(_each(layer, lambda x, e, w, local, gate_up, down: gate_up_paired(x, e, local, gate_up, tile, pdl=False)))
-
-    units = torch.randn(layer.rows * layer.model.top_k, layer.model.units, device="cuda")
-    out = torch.empty_like(layer.x[0])
-
-    def measure_down(tile: Tile) -> float:
-        return time_us(
-            _each(layer, lambda x, e, w, local, gate_up, down: down_paired(units, e, w, local, down, out, tile, pdl=False))
-        )
-
-    gate_up = _fastest("gate_up.p", PAIRED["gate_up"], timed, measure_gate_up)
-    down = _fastest("down.p", PAIRED["down"], timed, measure_down)
-    return [("paired", ExpertsConfig(form="paired", gate_up=gate_up, down=down))] if gate_up and down else []
 
 
 def _best_grouped(layer: Layer, block_m: int, timed: Timed) -> list[tuple[str, ExpertsConfig]]:
@@ -172,7 +189,7 @@ def _best_grouped(layer: Layer, block_m: int, timed: Timed) -> list[tuple[str, E
 def time_router() -> list[dict[str, Any]]:
     """Logits by cuBLAS and choice in one kernel, against all in one kernel for few rows."""
     results = []
-    turn = torch.zeros(1, dtype=torch.int32, device="cuda")
+    turn = torch.zeros(COUNTERS, dtype=torch.int32, device="cuda")
     for num_experts, top_k in ((128, 8), (256, 8), (512, 10)):
         router = torch.randn(num_experts, 2048, device="cuda", dtype=torch.bfloat16)
         for rows in (1, 2, 4, 8, 32, 128, 8192):
@@ -206,7 +223,7 @@ def time_model(key: str, all_rows: list[int]) -> dict[str, Any]:
     """Times of one of MODELS, and the entry of a tuning table (`kernels.tuning`) that they make."""
     model = MODELS[key]
     weights = random_weights(model.held, model.hidden, model.units, torch.bfloat16)
-    timed = [time_experts(key, rows, weights) for rows in all_rows]
+    timed = [(time_decode if rows <= FUSED_ROWS else time_experts)(key, rows, weights) for rows in all_rows]
     for each in timed:
         report(f"  {key} T {each.rows}: {each.config}")
     shape = experts_shape(model.hidden, model.units, model.held, model.top_k, "bfloat16")

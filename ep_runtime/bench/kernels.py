@@ -21,7 +21,7 @@ from ep_runtime.bench.experts_shapes import MODELS
 from ep_runtime.bench.kernel_experts import report
 from kernels.tuning import merge_entries
 
-DEFAULT_ROWS = "1,8,32,128,1024,4096,8192"
+DEFAULT_ROWS = "1,2,4,8,16,32,64,128,1024,4096,8192"
 
 
 def main() -> int:

@@ -260,17 +260,26 @@ class FusedOperators:
 
     def experts(self, layer: Moe, x: torch.Tensor, step: Step) -> torch.Tensor | Pairs:
         """Router and choice, then the experts that this rank holds. In a decode step the sum over choices is left to `add_norm`."""
+        config = self._experts_config(layer, x.shape[0], x.dtype)
+        gate_up, down, groups = layer.gate_up.dequantize(), layer.down.dequantize(), None
         if layer.router.bias is None and x.shape[0] <= FUSED_ROWS and x.is_contiguous():
-            router = layer.router.weight.dequantize()
-            weights, experts, _ = route_rows(x, router, layer.top_k, layer.normalise, self._turns[:1], pdl=self._pdl)
+            weights, experts, groups = route_rows(
+                x,
+                layer.router.weight.dequantize(),
+                layer.top_k,
+                layer.normalise,
+                self._turns,
+                layer.held.local,
+                gate_up.shape[0],
+                config.block_rows,
+                pdl=self._pdl,
+            )
         else:
-            weights, experts = route_logits(layer.router(x), layer.top_k, layer.normalise)
+            weights, experts = route_logits(layer.router(x), layer.top_k, layer.normalise, pdl=self._pdl)
         if step.batch.routing:
             step.routing.append(experts)
-        config = self._experts_config(layer, x.shape[0], x.dtype)
-        gate_up, down = layer.gate_up.dequantize(), layer.down.dequantize()
         run = moe_pairs if step.batch.decode_only else moe_experts
-        return run(x, experts, weights, layer.held.local, gate_up, down, config=config)
+        return run(x, experts, weights, layer.held.local, gate_up, down, config=config, groups=groups)
 
     def mlp(self, layer: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
         """One kernel."""
