@@ -93,6 +93,11 @@ class MoeConfig:
     """The chosen experts' weights are divided by their sum."""
     shared_intermediate: int = 0
 
+    @property
+    def alike(self) -> bool:
+        """The shared expert has the size of a routed one, so that kernels may run it as one more of them."""
+        return self.shared_intermediate == self.intermediate
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerConfig:

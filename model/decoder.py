@@ -29,7 +29,9 @@ from model.vision.tower import VisionTower
 class DecoderLayer(nn.Module):
     """Pre-norm residual layer: a token mixer, then an MLP. With heads divided among ranks, the outputs of both are partial sums."""
 
-    def __init__(self, number: int, layer: LayerConfig, config: ModelConfig, held: tuple[int, ...], build: Build) -> None:
+    def __init__(
+        self, number: int, layer: LayerConfig, config: ModelConfig, held: tuple[int, ...], parallel: Parallel, build: Build
+    ) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, build, zero_centered=config.zero_centered)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, build, zero_centered=config.zero_centered)
@@ -38,7 +40,8 @@ class DecoderLayer(nn.Module):
             self.mixer = GatedDeltaNet(number, config, build)
         else:
             self.mixer = Attention(number, layer, config, build)
-        self.moe = Moe(config.moe, config.hidden_size, held, build) if layer.sparse and config.moe is not None else None
+        experts = config.moe if layer.sparse else None
+        self.moe = Moe(experts, config.hidden_size, held, parallel, build) if experts is not None else None
         self.mlp = None if self.moe is not None else Mlp(config.hidden_size, config.intermediate_size, build)
         self.divided = config.split > 1
 
@@ -90,7 +93,9 @@ class Decoder(nn.Module):
         rows = parallel.world * parallel.vocab_shard(config.vocab_size) if config.tied else config.vocab_size
         self.embedding = build.weight(rows, config.hidden_size) if config.tied else build.vector(rows, config.hidden_size)
         held = placement.local(parallel.rank) if config.moe is not None else ()
-        self.layers = nn.ModuleList(DecoderLayer(number, layer, config, held, build) for number, layer in enumerate(config.layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(number, layer, config, held, parallel, build) for number, layer in enumerate(config.layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, build, zero_centered=config.zero_centered)
         self.head = VocabHead(config, parallel, build)
         self._vision = spec.vision

@@ -139,11 +139,14 @@ def mlp_bytes(config: ModelConfig, layer: LayerConfig, size: StepSize) -> int:
 
 
 def moe_bytes(shape: MoeConfig, hidden: int, size: StepSize) -> int:
-    """Router and experts, then the shared expert. Every pair that a rank may hold is counted as if it did."""
+    """Router and experts, then the shared expert, which kernels run as one more choice of each row where it is like the others.
+
+    Every pair that a rank may hold is counted as if it did.
+    """
     e, held, units = size.element, size.held, shape.intermediate
-    router = size.rows * (shape.num_experts * (e + 2 * FLOAT) + shape.top_k * 64 + 2 * hidden * e)
+    router = size.rows * ((shape.num_experts + shape.alike) * (e + 2 * FLOAT) + shape.top_k * 64 + 2 * hidden * e)
     if size.kernels:
-        experts = size.rows * shape.top_k * (units * FLOAT + hidden * e)
+        experts = size.rows * (shape.top_k + shape.alike) * (units * FLOAT + hidden * e)
     else:
         experts = max(_expert_forms(shape, hidden, size))
     return router + max(experts, size.rows * 4 * shape.shared_intermediate * e) + held * 64

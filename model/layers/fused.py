@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
+from torch.nn import functional
 
 from kernels.delta_chunk_triton import delta_pieces
 from kernels.delta_decode_triton import DeltaWeights, delta_decode
@@ -70,6 +71,8 @@ class FusedOperators:
     With `pdl` (programmatic dependent launch) a kernel of a decode step is set up while the one before it still runs, and waits for
     its results on the device. Every kernel here lets its successor start only after its own wait, so order holds along the chain.
     """
+
+    takes_joined = True
 
     def __init__(self, device: torch.device, tuning: Tuning, *, pdl: bool = True) -> None:
         self._device = device
@@ -259,25 +262,31 @@ class FusedOperators:
         return out
 
     def experts(self, layer: Moe, x: torch.Tensor, step: Step) -> torch.Tensor | Pairs:
-        """Router and choice, then the experts that this rank holds. In a decode step the sum over choices is left to `add_norm`."""
+        """Router and choice, then the experts that this rank holds; a joined shared expert is one of them.
+
+        In a decode step the sum over a row's choices is left to `add_norm`.
+        """
         config = self._experts_config(layer, x.shape[0], x.dtype)
-        gate_up, down, groups = layer.gate_up.dequantize(), layer.down.dequantize(), None
-        if layer.router.bias is None and x.shape[0] <= FUSED_ROWS and x.is_contiguous():
+        router, gate_up, down = layer.weights()
+        groups = None
+        if layer.router.bias is None and 1 <= x.shape[0] <= FUSED_ROWS and x.is_contiguous():
             weights, experts, groups = route_rows(
                 x,
-                layer.router.weight.dequantize(),
+                router,
                 layer.top_k,
                 layer.normalise,
                 self._turns,
                 layer.held.local,
                 gate_up.shape[0],
                 config.block_rows,
+                shared=layer.sharers,
                 pdl=self._pdl,
             )
         else:
-            weights, experts = route_logits(layer.router(x), layer.top_k, layer.normalise, pdl=self._pdl)
+            logits = functional.linear(x, router, layer.router.bias)
+            weights, experts = route_logits(logits, layer.top_k, layer.normalise, shared=layer.sharers, pdl=self._pdl)
         if step.batch.routing:
-            step.routing.append(experts)
+            step.routing.append(experts[:, : layer.top_k])
         run = moe_pairs if step.batch.decode_only else moe_experts
         return run(x, experts, weights, layer.held.local, gate_up, down, config=config, groups=groups)
 

@@ -41,6 +41,9 @@ class Pending:
 class Operators(Protocol):
     """What layers leave to kernels. Every method launches the same collectives on every rank."""
 
+    takes_joined: bool
+    """Whether `experts` computes a shared expert, too, that lies behind the routed ones (see `Moe`)."""
+
     def prepare(self, batch: ForwardBatch, rotary: Rotary, dtype: torch.dtype) -> object:
         """What the kernels of all layers need of this batch, computed once a forward; kept in `Step.prepared`."""
         ...
@@ -80,6 +83,8 @@ class Operators(Protocol):
 
 class TorchOperators:
     """The specification, in torch, on any device."""
+
+    takes_joined = False
 
     def prepare(self, batch: ForwardBatch, rotary: Rotary, dtype: torch.dtype) -> object:
         """Cosines and sines of the rows."""

@@ -1,7 +1,8 @@
 """A module on the meta device becomes one on its device, parameter by parameter, each filled with this rank's pieces.
 
 No parameter is held twice: it is allocated once, on its device, and its pieces are written into it from the source's views. What is
-in memory beyond the share is at most the pieces being written, one a thread.
+in memory beyond the share is at most the pieces being written, one a thread. Parameters that share memory on the meta device do so
+afterwards.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor of a module under all its names (tied parameters share one), laid out as its meta tensor says."""
+    """One tensor of a module under all its names (tied parameters share one), laid out as its meta tensor says.
+
+    It begins `offset` elements into memory number `memory`, of `nbytes`, which other tensors may have a part of.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes when materialised."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    memory: int
+    offset: int
+    nbytes: int
 
 
 def slots_of(module: nn.Module, weight_map: WeightMap) -> dict[str, Slot]:
@@ -46,15 +48,25 @@ def slots_of(module: nn.Module, weight_map: WeightMap) -> dict[str, Slot]:
         groups.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     slots = {}
+    memories: dict[torch.UntypedStorage, int] = {}
     for key, names in groups.items():
         mapped = [name for name in names if name in weight_map.pieces]
-        slots[(mapped or names)[0]] = Slot(tuple(names), tuple(tensors[key].shape), tensors[key].stride(), tensors[key].dtype)
+        tensor, storage = tensors[key], tensors[key].untyped_storage()
+        slots[(mapped or names)[0]] = Slot(
+            names=tuple(names),
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+            dtype=tensor.dtype,
+            memory=memories.setdefault(storage, len(memories)),
+            offset=int(tensor.storage_offset()),
+            nbytes=storage.nbytes(),
+        )
     return slots
 
 
 def weight_bytes(module: nn.Module, weight_map: WeightMap) -> int:
     """Bytes of this rank's weights on the device, from the meta module."""
-    return sum(slot.nbytes for slot in slots_of(module, weight_map).values())
+    return sum({slot.memory: slot.nbytes for slot in slots_of(module, weight_map).values()}.values())
 
 
 def materialise(
@@ -77,9 +89,13 @@ def materialise(
     pieces = {name: parts for name, parts in weight_map.pieces.items() if names.get(name, name) == name}
     filled = check_targets({name: slot.shape for name, slot in slots.items()}, pieces)
 
+    memories: dict[int, torch.Tensor] = {}
+
     def jobs() -> Iterator[tuple[str, Piece, torch.Tensor]]:
         for name, slot in slots.items():
-            tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=device)
+            if slot.memory not in memories:
+                memories[slot.memory] = torch.empty(slot.nbytes // slot.dtype.itemsize, dtype=slot.dtype, device=device)
+            tensor = memories[slot.memory].as_strided(slot.shape, slot.stride, slot.offset)
             if slot.shape and filled[name] < slot.shape[0]:
                 tensor[filled[name] :].zero_()
             _assign(module, slot.names, tensor)

@@ -49,6 +49,8 @@ _HYBRID_MOE = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+_ALIKE = {**_HYBRID_MOE, "shared_expert_intermediate_size": 24}
+"""The shared expert has the size of a routed one, as in published models."""
 _WIDE_VALUES = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3}
 _VISION = {
     "depth": 1,
@@ -123,7 +125,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {**_HYBRID, **_HYBRID_MOE},
         "mixed": {
             **_HYBRID,
-            **_HYBRID_MOE,
+            **_ALIKE,
             **_WIDE_VALUES,
             "layer_types": ["full_attention", "linear_attention", "linear_attention"],
             "num_hidden_layers": 3,
@@ -138,7 +140,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "qwen3_5_moe": {
         "plain": {**_HYBRID, **_HYBRID_MOE},
-        "fused": {**_HYBRID, **_HYBRID_MOE, **_WIDE_VALUES},
+        "fused": {**_HYBRID, **_ALIKE, **_WIDE_VALUES},
         "vision": {**_HYBRID, **_HYBRID_MOE, **_WIDE_VALUES},
     },
 }
@@ -158,9 +160,9 @@ _BY_HEADS: dict[str, dict[str, Any]] = {
     "mixtral": {**VARIANTS["mixtral"]["window"], **DIVISIBLE},
     "qwen3": {**VARIANTS["qwen3"]["window"], **DIVISIBLE},
     "qwen3_moe": {**VARIANTS["qwen3_moe"]["mixed"], **DIVISIBLE},
-    "qwen3_next": {**_DIVISIBLE_HYBRID, **_HYBRID_MOE, "mlp_only_layers": [1]},
+    "qwen3_next": {**_DIVISIBLE_HYBRID, **_ALIKE, "mlp_only_layers": [1]},
     "qwen3_5": {**_DIVISIBLE_HYBRID, "tie_word_embeddings": True},
-    "qwen3_5_moe": {**_DIVISIBLE_HYBRID, **_HYBRID_MOE},
+    "qwen3_5_moe": {**_DIVISIBLE_HYBRID, **_ALIKE},
 }
 """The variant `heads` of each family: its heads and the units of its dense MLPs divide by 2 and by 4, and kernels take the
 sizes of all its heads. It is not among CASES."""

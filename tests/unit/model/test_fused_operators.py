@@ -42,7 +42,7 @@ def test_kernels_give_the_logits_of_the_reference(checkpoint: Callable[[str, str
         assert relative_error(row, expected[slot][position]) < 1e-4, slot
 
 
-@pytest.mark.parametrize(("family", "world"), [("qwen3_next", 4), ("qwen3", 4), ("mixtral", 2)])
+@pytest.mark.parametrize(("family", "world"), [("qwen3_5", 4), ("qwen3", 4), ("mixtral", 2)])
 def test_kernels_take_the_sizes_of_a_rank_that_has_a_part_of_the_heads(
     checkpoint: Callable[[str, str], Path], family: str, world: int
 ) -> None:
