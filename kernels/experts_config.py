@@ -16,6 +16,7 @@ class Tile:
     `swap` makes the weights the first operand of the matrix product (64 outputs by 16 rows use Hopper's widest instruction, 16 rows
     by 64 outputs do not). `descriptors` reads the weights through the tensor memory accelerator. When paired, `block_m` is the
     number of choices whose weights down reads at once; gate/up has no use for it.
+    `persistent` programs a multiprocessor take tiles in turn (`kernels.experts_persistent`); 0: each tile has its own.
     """
 
     block_m: int = 16
@@ -25,6 +26,7 @@ class Tile:
     stages: int = 3
     swap: bool = False
     descriptors: bool = False
+    persistent: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 from kernels.experts_config import ExpertsConfig, default_config
 from kernels.experts_grouped import combine, down_grouped, gate_up_grouped
 from kernels.experts_paired import down_paired, gate_up_paired
+from kernels.experts_persistent import down_persistent, gate_up_persistent
 from kernels.grouping import Groups, group_pairs
 from kernels.pairs import MOST_CHOICES, Pairs
 
@@ -85,8 +86,10 @@ def _grouped_pairs(
         groups = group_pairs(experts, local, held, block_rows)
     elif (groups.pairs, groups.held, groups.block_rows) != (pairs, held, block_rows):
         raise ValueError(f"{groups.pairs} pairs in blocks of {groups.block_rows} rows; want {pairs} in blocks of {block_rows}")
-    units = gate_up_grouped(x, gate_up, groups, experts.shape[1], config.gate_up, pdl=config.pdl)
-    return down_grouped(units, weights, down, groups, config.down, pdl=config.pdl)
+    first = gate_up_persistent if config.gate_up.persistent else gate_up_grouped
+    second = down_persistent if config.down.persistent else down_grouped
+    units = first(x, gate_up, groups, experts.shape[1], config.gate_up, pdl=config.pdl)
+    return second(units, weights, down, groups, config.down, pdl=config.pdl)
 
 
 def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ block. An expert with c pairs has `ceil(c / M)` blocks; experts without pairs ha
 | E | where each expert's pairs start in `pairs` |
 | B, B, B | each block's expert, first place in `pairs`, and rows (1 to M), for at most B blocks |
 | P | pairs, those of one expert next to each other, in no fixed order |
-| P | each pair's place among its expert's pairs |
+| P | each pair's rank among its expert's pairs, or among those that one of its counters counted |
 
 The order of one expert's pairs may differ from run to run. No result depends on it: a pair's product does not depend on the rows
 beside it, and sums over a row's choices are taken in the order of choices.
@@ -27,11 +27,16 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch import cdiv, jit, next_power_of_2
+
 SINGLE_PAIRS = 4096
 """Up to this many pairs one program groups them; more are counted and placed by two kernels of many programs."""
 
 CHUNK = 1024
 """Pairs of one program of those two."""
+
+COUNTERS = 16
+"""Counters an expert, which those programs share: many additions to one wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +66,17 @@ def group_pairs(experts: torch.Tensor, local: torch.Tensor, held: int, block_row
     """Group the pairs of `experts [T, k]`; `local [num_experts]`: an expert's index here, or -1 (its pairs are left out)."""
     pairs = experts.numel()
     groups = empty_groups(pairs, held, block_rows, experts.device)
-    wide = {"HELD_POW2": triton.next_power_of_2(held), "BLOCK_ROWS": block_rows}
+    wide = {"HELD_POW2": next_power_of_2(held), "BLOCK_ROWS": block_rows}
     if pairs <= SINGLE_PAIRS:
-        size = max(16, triton.next_power_of_2(pairs))
+        size = max(16, next_power_of_2(pairs))
         warps = min(16, max(4, size // 128))
         _group_kernel[(1,)](experts, local, groups.meta, pairs, held, groups.most_blocks, SIZE=size, **wide, num_warps=warps)
         return groups
-    groups.meta[1 : 1 + held].zero_()
-    grid = (triton.cdiv(pairs, CHUNK),)
-    _count_kernel[grid](experts, local, groups.meta, pairs, held, groups.most_blocks, SIZE=CHUNK, num_warps=8)
-    _place_kernel[grid](experts, local, groups.meta, pairs, held, groups.most_blocks, SIZE=CHUNK, **wide, num_warps=8)
+    counters = torch.zeros(2, COUNTERS, held, dtype=torch.int32, device=experts.device)
+    grid = (cdiv(pairs, CHUNK),)
+    of = {"SIZE": CHUNK, "COUNTERS": COUNTERS, "num_warps": 8}
+    _count_kernel[grid](experts, local, groups.meta, counters, pairs, held, groups.most_blocks, **of)
+    _place_kernel[grid](experts, local, groups.meta, counters, pairs, held, groups.most_blocks, **wide, **of)
     return groups
 
 
@@ -83,9 +89,9 @@ def group_in_program(
     tl.store(meta + 1 + held_at, tl.zeros([HELD_POW2], tl.int32), mask=held_at < held)
     tl.debug_barrier()
     pair = tl.arange(0, SIZE)
-    expert, rank = _count(experts, local, meta, pair, pairs)
+    expert, rank = _count(experts, local, meta + 1, pair, pairs)
     tl.debug_barrier()
-    _place(meta, pair, expert, rank, held, most_blocks, True, HELD_POW2, BLOCK_ROWS)
+    _place(meta, pair, expert, rank, held, most_blocks, HELD_POW2, BLOCK_ROWS)
 
 
 @triton.jit
@@ -99,59 +105,87 @@ def block_of(meta, block, held, most_blocks):
 
 
 @triton.jit
-def _count(experts, local, meta, pair, pairs):
+def _count(experts, local, counters, pair, pairs):
     chosen = tl.load(experts + pair, mask=pair < pairs, other=0)
     expert = tl.load(local + chosen, mask=pair < pairs, other=-1).to(tl.int32)
-    rank = tl.atomic_add(meta + 1 + expert, 1, mask=expert >= 0, sem="relaxed")
+    rank = tl.atomic_add(counters + expert, 1, mask=expert >= 0, sem="relaxed")
     return expert, rank
 
 
 @triton.jit
-def _place(meta, pair, expert, rank, held, most_blocks, writes_blocks, HELD_POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Store blocks and places. Loads go past L1, which atomics of this kernel do not pass through."""
-    held_at = tl.arange(0, HELD_POW2)
-    live = held_at < held
-    counts = tl.load(meta + 1 + held_at, mask=live, other=0, cache_modifier=".cg")
+def _list_blocks(meta, counts, held_at, held, most_blocks, BLOCK_ROWS: tl.constexpr):
+    """Store the number of blocks, and the list of them."""
     starts = tl.cumsum(counts, 0) - counts
     number = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
     first = tl.cumsum(number, 0) - number
-    # Programs that share a buffer store the same starts.
-    tl.store(meta + 1 + held + held_at, starts, mask=live)
+    tl.store(meta, tl.sum(number, 0))
     blocks = meta + 1 + 2 * held
-    if writes_blocks:
-        tl.store(meta, tl.sum(number, 0))
-        for turn in range(tl.max(number, 0)):
-            has = turn < number
-            tl.store(blocks + first + turn, held_at, mask=has)
-            tl.store(blocks + most_blocks + first + turn, starts + turn * BLOCK_ROWS, mask=has)
-            tl.store(blocks + 2 * most_blocks + first + turn, tl.minimum(counts - turn * BLOCK_ROWS, BLOCK_ROWS), mask=has)
+    for turn in range(tl.max(number, 0)):
+        has = turn < number
+        tl.store(blocks + first + turn, held_at, mask=has)
+        tl.store(blocks + most_blocks + first + turn, starts + turn * BLOCK_ROWS, mask=has)
+        tl.store(blocks + 2 * most_blocks + first + turn, tl.minimum(counts - turn * BLOCK_ROWS, BLOCK_ROWS), mask=has)
+
+
+@triton.jit
+def _place(meta, pair, expert, rank, held, most_blocks, HELD_POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Store blocks and places. Loads go past L1, which atomics of this kernel do not pass through."""
+    held_at = tl.arange(0, HELD_POW2)
+    counts = tl.load(meta + 1 + held_at, mask=held_at < held, other=0, cache_modifier=".cg")
+    tl.store(meta + 1 + held + held_at, tl.cumsum(counts, 0) - counts, mask=held_at < held)
+    _list_blocks(meta, counts, held_at, held, most_blocks, BLOCK_ROWS)
     tl.debug_barrier()
     start = tl.load(meta + 1 + held + expert, mask=expert >= 0, other=0, cache_modifier=".cg")
-    tl.store(blocks + 3 * most_blocks + start + rank, pair, mask=expert >= 0)
+    tl.store(meta + 1 + 2 * held + 3 * most_blocks + start + rank, pair, mask=expert >= 0)
 
 
-@triton.jit(do_not_specialize=["pairs", "held", "most_blocks"])
+@jit(do_not_specialize=["pairs", "held", "most_blocks"])
 def _group_kernel(
     experts, local, meta, pairs, held, most_blocks, SIZE: tl.constexpr, HELD_POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):
     group_in_program(experts, local, meta, pairs, held, most_blocks, SIZE, HELD_POW2, BLOCK_ROWS)
 
 
-@triton.jit(do_not_specialize=["pairs", "held", "most_blocks"])
-def _count_kernel(experts, local, meta, pairs, held, most_blocks, SIZE: tl.constexpr):
+@jit(do_not_specialize=["pairs", "held", "most_blocks"])
+def _count_kernel(experts, local, meta, counters, pairs, held, most_blocks, SIZE: tl.constexpr, COUNTERS: tl.constexpr):
+    """Each pair's rank among those that its program's counters have counted."""
     pair = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    expert, rank = _count(experts, local, meta, pair, pairs)
+    expert, rank = _count(experts, local, counters + tl.program_id(0) % COUNTERS * held, pair, pairs)
     ranks = meta + 1 + 2 * held + 3 * most_blocks + pairs
     tl.store(ranks + pair, rank, mask=expert >= 0)
 
 
-@triton.jit(do_not_specialize=["pairs", "held", "most_blocks"])
+@jit(do_not_specialize=["pairs", "held", "most_blocks"])
 def _place_kernel(
-    experts, local, meta, pairs, held, most_blocks, SIZE: tl.constexpr, HELD_POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr
+    experts,
+    local,
+    meta,
+    counters,
+    pairs,
+    held,
+    most_blocks,
+    SIZE: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    HELD_POW2: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):
+    """Programs that store to the same place store the same. The second half of `counters` takes where each one's pairs start."""
     pair = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     chosen = tl.load(experts + pair, mask=pair < pairs, other=0)
     expert = tl.load(local + chosen, mask=pair < pairs, other=-1).to(tl.int32)
-    ranks = meta + 1 + 2 * held + 3 * most_blocks + pairs
-    rank = tl.load(ranks + pair, mask=expert >= 0, other=0)
-    _place(meta, pair, expert, rank, held, most_blocks, tl.program_id(0) == 0, HELD_POW2, BLOCK_ROWS)
+    listed = meta + 1 + 2 * held + 3 * most_blocks
+    rank = tl.load(listed + pairs + pair, mask=expert >= 0, other=0)
+    mine, held_at, counter = tl.program_id(0) % COUNTERS, tl.arange(0, HELD_POW2), tl.arange(0, COUNTERS)
+    live = held_at < held
+    each = tl.load(counters + counter[:, None] * held + held_at[None, :], mask=live[None, :], other=0)
+    counts, before = tl.sum(each, 0), tl.sum(tl.where((counter < mine)[:, None], each, 0), 0)
+    starts = tl.cumsum(counts, 0) - counts
+    own = counters + (COUNTERS + mine) * held
+    tl.store(own + held_at, starts + before, mask=live)
+    if tl.program_id(0) == 0:
+        tl.store(meta + 1 + held_at, counts, mask=live)
+        tl.store(meta + 1 + held + held_at, starts, mask=live)
+        _list_blocks(meta, counts, held_at, held, most_blocks, BLOCK_ROWS)
+    tl.debug_barrier()
+    start = tl.load(own + expert, mask=expert >= 0, other=0, cache_modifier=".cg")
+    tl.store(listed + start + rank, pair, mask=expert >= 0)

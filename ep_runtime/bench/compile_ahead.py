@@ -12,6 +12,7 @@ from ep_runtime.bench.experts_shapes import MODELS, Model
 from kernels.experts_config import Tile
 from kernels.experts_grouped import down_grouped, gate_up_grouped
 from kernels.experts_paired import down_paired, gate_up_paired
+from kernels.experts_persistent import down_persistent, gate_up_persistent
 from kernels.grouping import group_pairs
 from kernels.router_triton import COUNTERS, route_rows
 
@@ -82,7 +83,7 @@ def _grouped(kind: str, tile: Tile, block_m: int, units: int, pdl: bool) -> None
     groups = group_pairs(experts, local, 2, block_m)
     if kind == "gate_up":
         x = torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device="cuda")
-        gate_up_grouped(x, _weights(kind, units), groups, 8, tile, pdl=pdl)
+        (gate_up_persistent if tile.persistent else gate_up_grouped)(x, _weights(kind, units), groups, 8, tile, pdl=pdl)
     else:
         active = torch.zeros(16, units, dtype=torch.bfloat16, device="cuda")
-        down_grouped(active, weights, _weights(kind, units), groups, tile, pdl=pdl)
+        (down_persistent if tile.persistent else down_grouped)(active, weights, _weights(kind, units), groups, tile, pdl=pdl)

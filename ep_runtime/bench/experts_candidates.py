@@ -17,9 +17,18 @@ def _paired(*tiles: tuple[int, int, int, int, int]) -> list[Tile]:
 
 
 def _grouped(block_m: int, *tiles: tuple[int, int, int, int, str]) -> list[Tile]:
-    """Outputs, depth, warps, stages and flags of each: s for swap, d for descriptors."""
+    """Outputs, depth, warps, stages and flags of each: s for swap, d for descriptors, p or pp for programs that stay."""
     return [
-        Tile(block_m=block_m, block_n=n, block_k=k, warps=w, stages=s, swap="s" in flags, descriptors="d" in flags)
+        Tile(
+            block_m=block_m,
+            block_n=n,
+            block_k=k,
+            warps=w,
+            stages=s,
+            swap="s" in flags,
+            descriptors="d" in flags,
+            persistent=flags.count("p"),
+        )
         for n, k, w, s, flags in tiles
     ]
 
@@ -63,14 +72,19 @@ GROUPED = {
             (128, 64, 4, 3, "d"),
             (128, 64, 8, 4, "d"),
             (64, 128, 4, 3, "d"),
+            *((128, 64, 8, 4, "p"), (128, 64, 4, 4, "p"), (64, 64, 4, 4, "pp")),
         ),
         "down": _grouped(
-            64, (128, 64, 4, 4, ""), (256, 64, 8, 3, ""), (128, 64, 4, 4, "d"), (256, 64, 8, 4, "d"), (128, 128, 4, 3, "d")
+            64,
+            *((128, 64, 4, 4, ""), (256, 64, 8, 3, ""), (128, 64, 4, 4, "d"), (256, 64, 8, 4, "d"), (128, 128, 4, 3, "d")),
+            *((256, 64, 8, 4, "p"), (256, 64, 4, 4, "p"), (128, 64, 4, 4, "pp"), (128, 128, 4, 2, "pp")),
         ),
     },
     128: {
         "gate_up": _grouped(
-            128, (128, 64, 8, 3, ""), (64, 64, 4, 4, ""), (128, 64, 8, 3, "d"), (128, 64, 8, 4, "d"), (64, 64, 4, 4, "d")
+            128,
+            *((128, 64, 8, 3, ""), (64, 64, 4, 4, ""), (128, 64, 8, 3, "d"), (128, 64, 8, 4, "d"), (64, 64, 4, 4, "d")),
+            *((128, 64, 8, 4, "p"), (128, 64, 8, 3, "p")),
         ),
         "down": _grouped(
             128,
@@ -80,6 +94,7 @@ GROUPED = {
             (256, 64, 8, 3, "d"),
             (256, 64, 8, 4, "d"),
             (128, 64, 4, 4, "d"),
+            *((256, 64, 8, 4, "p"), (128, 64, 4, 3, "pp")),
         ),
     },
 }

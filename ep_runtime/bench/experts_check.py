@@ -103,6 +103,11 @@ def _checked_configs(rows: int, top_k: int, held: int, hidden: int, units: int) 
                 tile = Tile(block_m=block_m, block_n=64, block_k=64, swap=swap, descriptors=descriptors)
                 label = f"grouped m{block_m}{' swap' * swap}{' descriptors' * descriptors}"
                 yield label, ExpertsConfig(form="grouped", gate_up=tile, down=tile, pdl=descriptors)
+    for block_m, programs in ((64, 2), (128, 1)):
+        if hidden * 2 % 16 == 0 and units * 2 % 16 == 0:
+            tile = Tile(block_m=block_m, block_n=64, block_k=64, persistent=programs)
+            wide = Tile(block_m=block_m, block_n=128, block_k=64, warps=8, persistent=programs)
+            yield f"persistent m{block_m}", ExpertsConfig(form="grouped", gate_up=tile, down=wide, pdl=programs == 1)
 
 
 class Router(NamedTuple):

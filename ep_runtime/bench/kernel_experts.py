@@ -17,6 +17,7 @@ from ep_runtime.bench.experts_shapes import MODELS, Model
 from ep_runtime.bench.timing import floor_us, time_us
 from kernels.experts_config import ExpertsConfig, Form, Tile, default_config, experts_shape
 from kernels.experts_grouped import combine, down_grouped, gate_up_grouped
+from kernels.experts_persistent import down_persistent, gate_up_persistent
 from kernels.experts_triton import moe_experts
 from kernels.grouping import group_pairs
 from kernels.router_triton import COUNTERS, FUSED_ROWS, route_logits, route_rows
@@ -169,10 +170,12 @@ def _best_grouped(layer: Layer, block_m: int, timed: Timed) -> list[tuple[str, E
     chosen = list(zip(layer.x, layer.experts, layer.weights, groups, strict=True))
 
     def measure_gate_up(tile: Tile) -> float:
-        return time_us([partial(gate_up_grouped, x, layer.gate_up, g, top_k, tile, pdl=False) for x, _, _, g in chosen])
+        form = gate_up_persistent if tile.persistent else gate_up_grouped
+        return time_us([partial(form, x, layer.gate_up, g, top_k, tile, pdl=False) for x, _, _, g in chosen])
 
     def measure_down(tile: Tile) -> float:
-        return time_us([partial(down_grouped, units, w, layer.down, g, tile, pdl=False) for _, _, w, g in chosen])
+        form = down_persistent if tile.persistent else down_grouped
+        return time_us([partial(form, units, w, layer.down, g, tile, pdl=False) for _, _, w, g in chosen])
 
     tag = f".{block_m}"
     small: dict[str, list[Callable[[], object]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from kernels.experts import ExpertForm, Held, run_experts
 from kernels.experts_config import ExpertsConfig, Tile, default_config, experts_config
 from kernels.experts_grouped import sum_pairs
 from kernels.experts_triton import moe_experts, moe_pairs
-from kernels.grouping import CHUNK, SINGLE_PAIRS, group_pairs, most_blocks
+from kernels.grouping import CHUNK, COUNTERS, SINGLE_PAIRS, group_pairs, most_blocks
 from kernels.pairs import Pairs
 
 
@@ -35,6 +36,17 @@ CASES = [
     Case("one choice", 63, 7, (6, 0, 3), 1, 33, 7),
     Case("every expert chosen", 5, 4, (0, 1, 2, 3), 4, 48, 20),
     Case("one expert gets most", 33, 6, (0, 5), 2, 32, 24, torch.float16),
+]
+
+
+# Rows of 16 bytes' multiples, which tensor descriptors need; tiles past the last unit, output and depth.
+PERSISTENT_CASES = [
+    Case("one row", 1, 10, tuple(range(10)), 3, 40, 24),
+    Case("one row, nothing here", 1, 10, (9,), 3, 40, 24),
+    Case("ragged blocks", 37, 5, (1, 2, 4), 2, 40, 24),
+    Case("every expert chosen", 17, 4, (0, 1, 2, 3), 4, 48, 20),
+    Case("one expert gets most", 33, 6, (0, 5), 2, 32, 24, torch.float16),
+    Case("more programs than tiles", 3, 8, (7, 3), 1, 16, 8, torch.float16),
 ]
 
 
@@ -141,6 +153,16 @@ def test_descriptors_read_the_same_weights() -> None:
     np.testing.assert_allclose(out.numpy(), formula(problem), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", PERSISTENT_CASES, ids=[case.id for case in PERSISTENT_CASES])
+def test_programs_that_stay_compute_the_formula(case: Case) -> None:
+    up, down = (replace(tile, persistent=number) for tile, number in zip(tiles(), (1, 2), strict=True))
+    problem = make(case)
+    config = ExpertsConfig(form="grouped", gate_up=up, down=down)
+    out = moe_experts(*problem, config=config, out_dtype=torch.float32)
+    tolerance = 1e-5 if case.dtype == torch.float32 else 3e-3
+    np.testing.assert_allclose(out.numpy(), formula(problem), rtol=tolerance, atol=tolerance)
+
+
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
     problem = make(CASES[3])
     whole = moe_experts(*problem, config=FORMS["grouped"])
@@ -161,7 +183,7 @@ def test_no_rows_and_no_experts_give_zeros() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "top_k", "held", "block_rows"),
-    [(1, 1, 1, 16), (9, 3, 5, 16), (200, 4, 10, 16), (CHUNK + 5, 5, 12, 64), (3000, 2, 1, 128)],
+    [(1, 1, 1, 16), (9, 3, 5, 16), (200, 4, 10, 16), (CHUNK + 5, 5, 12, 64), (3000, 2, 1, 128), (COUNTERS * CHUNK + 99, 1, 12, 64)],
     ids=lambda value: str(value),
 )
 def test_groups_hold_every_pair_once(rows: int, top_k: int, held: int, block_rows: int) -> None:
