@@ -15,12 +15,12 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.experts_config import Tile
 from kernels.grouping import Groups, block_of
-from kernels.launch import cdiv, jit
 
 
 def gate_up_persistent(
@@ -67,7 +67,7 @@ def down_persistent(
 
 def _grid(device: torch.device, tile: Tile, groups: Groups, outputs: int) -> tuple[int]:
     """No more programs than run at once, or than there may be tiles."""
-    return (min(tile.persistent * _multiprocessors(device), groups.most_blocks * cdiv(outputs, tile.block_n)),)
+    return (min(tile.persistent * _multiprocessors(device), groups.most_blocks * triton.cdiv(outputs, tile.block_n)),)
 
 
 @cache
@@ -78,7 +78,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _options(tile: Tile, dtype: torch.dtype, depth: int, pdl: bool) -> dict[str, Any]:
     return {
-        "STEPS": cdiv(depth, tile.block_k),
+        "STEPS": triton.cdiv(depth, tile.block_k),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
@@ -91,7 +91,7 @@ def _options(tile: Tile, dtype: torch.dtype, depth: int, pdl: bool) -> dict[str,
     }
 
 
-@jit(do_not_specialize=["held", "most_blocks", "top_k"])
+@triton.jit(do_not_specialize=["held", "most_blocks", "top_k"])
 def _gate_up_kernel(
     x,
     gate_up,
@@ -135,7 +135,7 @@ def _gate_up_kernel(
         total = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
 
 
-@jit(do_not_specialize=["held", "most_blocks"])
+@triton.jit(do_not_specialize=["held", "most_blocks"])
 def _down_kernel(
     units,
     weights,

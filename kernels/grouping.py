@@ -27,8 +27,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import cdiv, jit, next_power_of_2
-
 SINGLE_PAIRS = 4096
 """Up to this many pairs one program groups them; more are counted and placed by two kernels of many programs."""
 
@@ -66,14 +64,14 @@ def group_pairs(experts: torch.Tensor, local: torch.Tensor, held: int, block_row
     """Group the pairs of `experts [T, k]`; `local [num_experts]`: an expert's index here, or -1 (its pairs are left out)."""
     pairs = experts.numel()
     groups = empty_groups(pairs, held, block_rows, experts.device)
-    wide = {"HELD_POW2": next_power_of_2(held), "BLOCK_ROWS": block_rows}
+    wide = {"HELD_POW2": triton.next_power_of_2(held), "BLOCK_ROWS": block_rows}
     if pairs <= SINGLE_PAIRS:
-        size = max(16, next_power_of_2(pairs))
+        size = max(16, triton.next_power_of_2(pairs))
         warps = min(16, max(4, size // 128))
         _group_kernel[(1,)](experts, local, groups.meta, pairs, held, groups.most_blocks, SIZE=size, **wide, num_warps=warps)
         return groups
     counters = torch.zeros(2, COUNTERS, held, dtype=torch.int32, device=experts.device)
-    grid = (cdiv(pairs, CHUNK),)
+    grid = (triton.cdiv(pairs, CHUNK),)
     of = {"SIZE": CHUNK, "COUNTERS": COUNTERS, "num_warps": 8}
     _count_kernel[grid](experts, local, groups.meta, counters, pairs, held, groups.most_blocks, **of)
     _place_kernel[grid](experts, local, groups.meta, counters, pairs, held, groups.most_blocks, **wide, **of)
@@ -139,14 +137,14 @@ def _place(meta, pair, expert, rank, held, most_blocks, HELD_POW2: tl.constexpr,
     tl.store(meta + 1 + 2 * held + 3 * most_blocks + start + rank, pair, mask=expert >= 0)
 
 
-@jit(do_not_specialize=["pairs", "held", "most_blocks"])
+@triton.jit(do_not_specialize=["pairs", "held", "most_blocks"])
 def _group_kernel(
     experts, local, meta, pairs, held, most_blocks, SIZE: tl.constexpr, HELD_POW2: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):
     group_in_program(experts, local, meta, pairs, held, most_blocks, SIZE, HELD_POW2, BLOCK_ROWS)
 
 
-@jit(do_not_specialize=["pairs", "held", "most_blocks"])
+@triton.jit(do_not_specialize=["pairs", "held", "most_blocks"])
 def _count_kernel(experts, local, meta, counters, pairs, held, most_blocks, SIZE: tl.constexpr, COUNTERS: tl.constexpr):
     """Each pair's rank among those that its program's counters have counted."""
     pair = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -155,7 +153,7 @@ def _count_kernel(experts, local, meta, counters, pairs, held, most_blocks, SIZE
     tl.store(ranks + pair, rank, mask=expert >= 0)
 
 
-@jit(do_not_specialize=["pairs", "held", "most_blocks"])
+@triton.jit(do_not_specialize=["pairs", "held", "most_blocks"])
 def _place_kernel(
     experts,
     local,

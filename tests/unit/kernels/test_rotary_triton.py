@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
-
-EPS = 1e-3
+from tests.unit.kernels.step_cases import EPS, turned
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -25,17 +24,6 @@ def test_tables(half: int, three: bool) -> None:
     cos, sin = rotary_cos_sin(positions if three else positions[0], inv_freq, 1.5, parts if three else None)
     torch.testing.assert_close(cos.double(), angles.cos() * 1.5, rtol=0, atol=1e-3)
     torch.testing.assert_close(sin.double(), angles.sin() * 1.5, rtol=0, atol=1e-3)
-
-
-def turned(x: torch.Tensor, weight: torch.Tensor | None, angles: torch.Tensor, *, zero_centered: bool) -> torch.Tensor:
-    """Norm and half-split rotation of `[T, heads, head_dim]` in float64."""
-    x = x.double()
-    if weight is not None:
-        x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + (1.0 if zero_centered else 0.0))
-    half = angles.shape[1]
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 
 @pytest.mark.parametrize("norm", [None, "plain", "zero-centred"])
