@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional
 
 from kernels.grouping import Groups, empty_groups, group_in_program
 from kernels.grouping_few import COMPARED_PAIRS, clear_counts, group_compared
@@ -65,6 +64,17 @@ def route_logits(
     return weights, experts
 
 
+def router_logits(x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x [T, H] @ router [E, H]^T + bias`, `[T, E]` by the library, rows beginning at multiples of 16 elements.
+
+    A shared expert's gate makes E odd, and the library has its fast kernels for rows of whole 16 bytes.
+    """
+    lines = router.shape[0]
+    logits = x.new_empty(x.shape[0], triton.cdiv(lines, 16) * 16)[:, :lines]
+    torch.mm(x, router.T, out=logits)
+    return logits if bias is None else logits.add_(bias)
+
+
 def route_rows(
     x: torch.Tensor,
     router: torch.Tensor,
@@ -94,7 +104,7 @@ def route_rows(
     block, warps, outputs = (1, 4, 4) if rows == 1 else (BLOCK_ROWS, 8, OUTPUTS)
     grid = (triton.cdiv(lines, outputs), triton.cdiv(rows, block))
     if rows > 1 and grid[0] * grid[1] > PROGRAMS:
-        return *route_logits(functional.linear(x, router), top_k, normalise, shared=shared, pdl=pdl), None
+        return *route_logits(router_logits(x, router), top_k, normalise, shared=shared, pdl=pdl), None
     weights, experts = _empty_choices(rows, columns, x.device)
     stride = triton.cdiv(lines, 16) * 16
     logits = torch.empty(rows, stride, dtype=torch.float32, device=x.device)

@@ -62,6 +62,10 @@ def scored_rows(cut_points: int, single_chunk: bool, max_rows: int) -> int:
 def step_bytes(config: ModelConfig, size: StepSize) -> int:
     """The worst phase of the largest step: a layer, the logits, the sampler, or the digest between two steps."""
     throughout = size.rows * _carried_row(config, size)
+    if size.kernels and config.moe is not None:
+        # A decode step leaves the outputs of a row's choices to the next layer's norm.
+        choices = config.moe.top_k + config.moe.alike
+        throughout += min(size.rows, size.slots) * (choices - 1) * config.hidden_size * size.element
     phases = [size.rows * norm_row(config.hidden_size, size), logit_bytes(config.vocab_size, size), DIGESTED if config.delta else 0]
     phases += [mixer_bytes(config, layer, size) for layer in config.layers]
     phases += [mlp_bytes(config, layer, size) for layer in config.layers]
@@ -100,8 +104,10 @@ def attention_bytes(shape: AttentionConfig, size: StepSize) -> int:
     projected = width * (2 if shape.output_gate else 1) + 2 * kv
     e = size.element
     if size.kernels:
-        packed = max(16, 2 * shape.heads // shape.kv_heads)
-        split = (256 + size.slots * shape.kv_heads) * packed * (shape.head_dim + 2) * FLOAT
+        group, pairs = shape.heads // shape.kv_heads, size.slots * shape.kv_heads
+        singles = (256 + pairs) * max(16, 2 * group) * (shape.head_dim + 2)
+        step = (256 + 4 * pairs) * (1 << (group - 1).bit_length()) * (shape.head_dim + 4)
+        split = max(singles, step) * FLOAT
         return size.rows * e * (projected + 2 * width) + split
     rotated = e * 4 * (width + kv) + (4 * FLOAT * width if shape.qk_norm else 0)
     together = min(size.slots, max(1, GATHERED // (size.positions * kv)))

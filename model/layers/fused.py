@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
-from torch.nn import functional
 
 from kernels.delta_chunk_triton import delta_pieces
 from kernels.delta_decode_triton import DeltaWeights, delta_decode
@@ -28,7 +27,7 @@ from kernels.paged_step_triton import attention_step
 from kernels.pairs import Pairs
 from kernels.rms_norm_triton import add_norm_rows, norm_rows, silu_mul
 from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
-from kernels.router_triton import FUSED_ROWS, route_logits, route_rows
+from kernels.router_triton import FUSED_ROWS, route_logits, route_rows, router_logits
 from kernels.tuning import Tuning, sums_shape
 from model.batch import ForwardBatch
 from model.formats import DenseFormat
@@ -283,7 +282,7 @@ class FusedOperators:
                 pdl=self._pdl,
             )
         else:
-            logits = functional.linear(x, router, layer.router.bias)
+            logits = router_logits(x, router, layer.router.bias)
             weights, experts = route_logits(logits, layer.top_k, layer.normalise, shared=layer.sharers, pdl=self._pdl)
         if step.batch.routing:
             step.routing.append(experts[:, : layer.top_k])
