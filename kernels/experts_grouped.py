@@ -216,8 +216,9 @@ def _down_kernel(
 ):
     tiles = tl.cdiv(hidden, BLOCK_N)
     block, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_N
-    # The kernel before this one waited for the groups: they are complete. Its own output is complete after the wait.
-    if block >= tl.load(meta):
+    # The kernel before this one waited for the groups: they are complete. They are read past L1, where an earlier layer's might be.
+    # Its own output is complete after the wait.
+    if block >= tl.load(meta, cache_modifier=".cg"):
         if PDL:
             # A kernel none of whose programs waits could end before the one in front of it.
             tl.extra.cuda.gdc_wait()
@@ -225,7 +226,7 @@ def _down_kernel(
     expert, start, rows, listed = block_of(meta, block, held, most_blocks)
     m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     live = m < rows
-    pair = tl.load(listed + start + m, mask=live, other=0).to(tl.int64)
+    pair = tl.load(listed + start + m, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -253,7 +254,7 @@ def _combine_kernel(pairs, experts, local, out, hidden, TOP_K: tl.constexpr, COL
     total = tl.zeros([COLUMNS], tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = row * TOP_K + choice
-        end = tl.where(tl.load(local + tl.load(experts + pair)) >= 0, hidden, 0)
+        end = tl.where(tl.load(local + tl.load(experts + pair, cache_modifier=".cg")) >= 0, hidden, 0)
         if PDL and choice == 0:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()

@@ -163,8 +163,10 @@ def _down_paired_kernel(
     column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     choice = tl.arange(0, TOP_K_POW2)
     pair = row * TOP_K + choice
-    expert = tl.load(local + tl.load(experts + pair, mask=choice < TOP_K, other=0), mask=choice < TOP_K, other=-1).to(tl.int32)
-    weight = tl.load(weights + pair, mask=choice < TOP_K, other=0.0)
+    # What the router wrote is read past L1, where a line of an earlier layer might be: this is before the wait.
+    chosen = tl.load(experts + pair, mask=choice < TOP_K, other=0, cache_modifier=".cg")
+    expert = tl.load(local + chosen, mask=choice < TOP_K, other=-1).to(tl.int32)
+    weight = tl.load(weights + pair, mask=choice < TOP_K, other=0.0, cache_modifier=".cg")
     number = tl.cumsum((expert >= 0).to(tl.int32), 0) - 1
     count = tl.max(number, 0) + 1
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)

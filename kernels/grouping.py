@@ -94,11 +94,11 @@ def group_in_program(
 
 @triton.jit
 def block_of(meta, block, held, most_blocks):
-    """The block's expert, its first place, its rows, and where the list of pairs begins."""
+    """The block's expert, its first place, its rows, and where the list of pairs begins. Read past L1: it may be before a wait."""
     blocks = meta + 1 + 2 * held
-    expert = tl.load(blocks + block)
-    start = tl.load(blocks + most_blocks + block)
-    rows = tl.load(blocks + 2 * most_blocks + block)
+    expert = tl.load(blocks + block, cache_modifier=".cg")
+    start = tl.load(blocks + most_blocks + block, cache_modifier=".cg")
+    rows = tl.load(blocks + 2 * most_blocks + block, cache_modifier=".cg")
     return expert.to(tl.int64), start, rows, blocks + 3 * most_blocks
 
 

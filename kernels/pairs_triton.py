@@ -15,10 +15,13 @@ CHOICES = tl.constexpr(MOST_CHOICES)
 
 @triton.jit
 def held_choices(experts, local, row, TOP_K: tl.constexpr):
-    """Bit c of the result: whether the expert of the row's choice c is held here. All choices are looked up at once."""
+    """Bit c of the result: whether the expert of the row's choice c is held here. All choices are looked up at once.
+
+    For use before a dependent launch's wait: loads go past L1, where a line of an earlier layer might be.
+    """
     choice = tl.arange(0, CHOICES)
     real = choice < TOP_K
-    expert = tl.load(experts + row * TOP_K + choice, mask=real, other=0)
+    expert = tl.load(experts + row * TOP_K + choice, mask=real, other=0, cache_modifier=".cg")
     held = tl.load(local + expert, mask=real, other=-1) >= 0
     return tl.sum(held.to(tl.int32) << choice, 0)
 
