@@ -57,7 +57,6 @@ def paged_decode(
     max_rows: int = 1,
     turns: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
-    pdl: bool = False,
 ) -> torch.Tensor:
     """Attention of the last rows of sequences: q `[T, heads, head_dim]` -> `[T, heads * head_dim]` in q's dtype.
 
@@ -95,7 +94,6 @@ def paged_decode(
         "PACKED": packed,
         "TILE": config.tile,
         "WINDOW": window or 0,
-        "PDL": pdl,
     }
     gate_stride = 0 if gate is None else gate.stride(0)
     combined = splits == 1 or turns is not None
@@ -123,7 +121,6 @@ def paged_decode(
         **shape,
         num_warps=config.warps,
         num_stages=config.stages,
-        launch_pdl=pdl,
     )
     if not combined:
         _combine_kernel[(group * max_rows, kv_heads, count)](
@@ -139,7 +136,6 @@ def paged_decode(
             SPLITS_POW2=triton.next_power_of_2(splits),
             **shape,
             num_warps=min(4, max(1, triton.next_power_of_2(splits) * head_dim // 1024)),
-            launch_pdl=pdl,
         )
     return out
 
@@ -230,13 +226,9 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     IN_TURN: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     split, kv, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     span, length, row, count, low = _span(index, seq_lens, query_start, spans, MAX_ROWS, WINDOW)
     share, used = _share(length, low, splits, TILE)
     packed = tl.arange(0, PACKED)
@@ -340,13 +332,9 @@ def _combine_kernel(
     TILE: tl.constexpr,
     SPLITS_POW2: tl.constexpr,
     WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     packed, kv, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     _, length, row, count, low = _span(index, seq_lens, query_start, spans, MAX_ROWS, WINDOW)
     _, used = _share(length, low, splits, TILE)
     if (packed // GROUP >= count) | (length <= 0):

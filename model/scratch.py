@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from model.config import AttentionConfig, DeltaNetConfig, LayerConfig, ModelConfig, MoeConfig
+from model.fit import attention_fits, delta_fits
 from model.spec import LayerKind
 
 FLOAT = 4
@@ -103,7 +104,7 @@ def attention_bytes(shape: AttentionConfig, size: StepSize) -> int:
     width, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     projected = width * (2 if shape.output_gate else 1) + 2 * kv
     e = size.element
-    if size.kernels:
+    if size.kernels and attention_fits(shape.head_dim):
         group, pairs = shape.heads // shape.kv_heads, size.slots * shape.kv_heads
         singles = (256 + pairs) * max(16, 2 * group) * (shape.head_dim + 2)
         step = (256 + 4 * pairs) * (1 << (group - 1).bit_length()) * (shape.head_dim + 4)
@@ -126,7 +127,7 @@ def delta_bytes(shape: DeltaNetConfig, size: StepSize) -> int:
     keys, values, channels = heads * shape.key_dim, shape.value_width, shape.conv_width
     matrix = heads * shape.key_dim * shape.value_dim
     projected = channels + values + 2 * heads
-    if size.kernels:
+    if size.kernels and delta_fits(shape.key_dim, shape.value_dim):
         row = e * (projected + channels + keys + 2 * values) + 2 * FLOAT * (heads + values)
         return size.rows * row + (size.rows // CHUNK + size.slots) * matrix * e
     heads_row = FLOAT * (2 * keys + values + 4 * shape.key_width)

@@ -203,29 +203,29 @@ class Decode(Problem):
         self.turns = torch.zeros(len(lengths) * shape.kv_heads, dtype=torch.int32, device="cuda")
         self.longest = max(lengths)
 
-    def configs(self) -> Sequence[tuple[DecodeConfig, bool, bool]]:
-        """A configuration, whether parts are combined in turn, and dependent launch."""
+    def configs(self) -> Sequence[tuple[DecodeConfig, bool]]:
+        """A configuration, and whether parts are combined in turn."""
         shape, count = self.data.shape, len(self.data.lens)
         default = default_decode_config(count, shape.kv_heads, shape.head_dim, self.longest)
         tiles = ((64, 3), (64, 4), (64, 5), (128, 3), (32, 4)) if shape.head_dim <= 128 else ((32, 3), (32, 4), (64, 3), (64, 4))
         most = -(-self.longest // 64)
         splits = sorted({min(most, max(1, split)) for split in (default.splits // 2, default.splits, 2 * default.splits)})
-        found: list[tuple[DecodeConfig, bool, bool]] = [(default, True, False), (default, True, True)]
+        found: list[tuple[DecodeConfig, bool]] = [(default, True)]
         for tile, stages in tiles:
             for split in splits:
                 for in_turn in (True, False) if split > 1 else (True,):
-                    found.append((DecodeConfig(tile=tile, splits=split, stages=stages), in_turn, False))
+                    found.append((DecodeConfig(tile=tile, splits=split, stages=stages), in_turn))
         return found
 
     def run(self, config: Any, number: int) -> Tensors:
         """Outputs."""
-        chosen, in_turn, pdl = config
+        chosen, in_turn = config
         data = self.data
         k_cache, v_cache = data.caches[number]
         return (
             paged_decode(
                 data.q, k_cache, v_cache, data.tables, data.seq_lens, max_seq=self.longest, gate=data.gate,
-                turns=self.turns if in_turn else None, config=chosen, pdl=pdl,
+                turns=self.turns if in_turn else None, config=chosen,
             ),
         )  # fmt: skip
 

@@ -30,6 +30,7 @@ from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
 from kernels.router_triton import FUSED_ROWS, route_logits, route_rows, router_logits
 from kernels.tuning import Tuning, sums_shape
 from model.batch import ForwardBatch
+from model.fit import attention_fits, delta_fits
 from model.formats import DenseFormat
 from model.layers.attention import Attention
 from model.layers.delta_net import CONV, GatedDeltaNet, H
@@ -296,9 +297,8 @@ class FusedOperators:
     def static(self, mixer: Attention | GatedDeltaNet, block_size: int) -> bool:
         """Whether the kernels take the layer's sizes; its decode step is theirs alone then."""
         if isinstance(mixer, Attention):
-            return _power_of_two(mixer.head_dim) and block_size % 16 == 0
-        # With heads of 16 elements, compiled kernels of pieces gave wrong values (H200, Triton 3.6); from 64 on they are tested.
-        return all(_power_of_two(size) and size >= 64 for size in (mixer.shape.key_dim, mixer.shape.value_dim))
+            return attention_fits(mixer.head_dim, block_size)
+        return delta_fits(mixer.shape.key_dim, mixer.shape.value_dim)
 
     def _tiles(self, batch: ForwardBatch, prepared: Prepared, group: int, config: PrefillConfig) -> torch.Tensor:
         if group not in prepared.tiles:
@@ -319,7 +319,3 @@ class FusedOperators:
 
 def _summed(value: torch.Tensor | Pairs) -> torch.Tensor:
     return sum_pairs(value) if isinstance(value, Pairs) else value
-
-
-def _power_of_two(size: int) -> bool:
-    return size >= 16 and size & (size - 1) == 0

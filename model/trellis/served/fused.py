@@ -62,11 +62,6 @@ class KernelAttention(PagedAttention):
         paged_prefill(q.contiguous(), *kv, tables, starts, lens, tiles, window=window, out=out, config=config)
 
 
-def kernels_fit(head_dim: int, block_size: int) -> bool:
-    """Whether the attention kernels take these sizes."""
-    return head_dim >= 16 and head_dim & (head_dim - 1) == 0 and block_size % 16 == 0
-
-
 def reduce_lanes(lanes: torch.Tensor, comm: Communicator, dtype: torch.dtype) -> torch.Tensor:
     """Sum over ranks of `lanes [T, width]` float32, through peer memory where there is any and they fit.
 

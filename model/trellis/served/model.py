@@ -19,6 +19,7 @@ import torch
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from model.errors import BatchError
+from model.fit import attention_fits
 from model.spec import ModelSpec
 from model.state.registry import StateRegistry
 from model.trellis.attention import Attention
@@ -136,11 +137,7 @@ class ServedTrellis(Graph):
         )
 
     def _fit(self, block_size: int) -> bool:
-        if not self._kernels:
-            return False
-        from model.trellis.served.fused import kernels_fit
-
-        return kernels_fit(self.config.head_dim, block_size)
+        return self._kernels and attention_fits(self.config.head_dim, block_size)
 
     def _layers(self, part: Part, first: int, h: torch.Tensor, run: Pass) -> torch.Tensor:
         """Prelude or coda, whose first layer has the number `first`."""
