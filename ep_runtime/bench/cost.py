@@ -7,6 +7,7 @@ of links that nobody measured are assumed, and kept apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,26 +31,26 @@ PAIRED_ROWS = 2
 class Fitted:
     """Microseconds that `fit` finds. By layer: attention, Gated DeltaNet. `grouping`: by routed layer, beyond PAIRED_ROWS rows.
 
-    `row`: by row and layer. `reduction`: by collective of two ranks in one host, what it moves apart.
+    `row`: by row and layer.
     """
 
     attention: float
     delta: float
     grouping: float
     row: float
-    reduction: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
     """What collectives go over, in bytes per second and microseconds.
 
-    `inside`: into a GPU from its peers in the host. `peer`: for each rank of a host beyond the second. `between`: into a GPU from
-    other hosts. `network`: for a collective that leaves the host, beyond what it takes inside. `launch`: of the host, for a layer
-    of a step that is no CUDA graph.
+    `inside`: into a GPU from its peers in the host. `reduction`: of a collective of two ranks in one host, what it moves apart.
+    `peer`: for each rank of a host beyond the second. `between`: into a GPU from other hosts. `network`: for a collective that
+    leaves the host, beyond what it takes inside. `launch`: of the host, for a layer of a step that is no CUDA graph.
     """
 
     inside: float
+    reduction: float
     peer: float
     between: float
     network: float
@@ -178,7 +179,7 @@ def collectives(model: ModelCosts, layout: str, world: int) -> int:
 
 def collective_us(machine: Machine, case: Case, part_bytes: float) -> float:
     """Microseconds of one collective in which each rank takes `part_bytes` from each other rank."""
-    links, inside = machine.links, machine.fitted.reduction
+    links, inside = machine.links, machine.links.reduction
     if case.world == 1:
         return 0.0
     near = inside + links.peer * (case.per_host - 2) if case.per_host > 1 else 0.0
@@ -234,6 +235,43 @@ def prefill_seconds(machine: Machine, model: ModelCosts, case: Case, *, rows: in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Requests handed over at once, measured: what ran, and the seconds to the last token of all."""
+
+    model: ModelCosts
+    case: Case
+    requests: int
+    prompt_len: int
+    new_tokens: int
+    seconds: float
+
+    @property
+    def rows(self) -> int:
+        """Of all prompts."""
+        return self.requests * self.prompt_len
+
+
+def fit_prompts(machine: Machine, loads: Sequence[Load], step_rows: int) -> tuple[float, float]:
+    """`prefill_rate` and `prefill_fixed` that fit loads of one new token best, by least squares of relative errors.
+
+    Raises ValueError when they do not determine them.
+    """
+    none = replace(machine, prefill_rate=math.inf, prefill_fixed=0.0)
+    one = replace(none, prefill_rate=1.0)
+    known = [
+        [prefill_seconds(each, load.model, load.case, rows=load.rows, step_rows=step_rows) for each in (none, one)]
+        for load in loads
+    ]
+    seconds = np.array([load.seconds for load in loads])
+    sums, operations = np.array(known).T
+    matrix = np.stack([operations - sums, [-(-load.rows // step_rows) for load in loads]], axis=1)
+    (inverse, fixed), _, rank, _ = np.linalg.lstsq(matrix / seconds[:, None], 1 - sums / seconds, rcond=None)
+    if rank < matrix.shape[1] or min(inverse, fixed) < 0:
+        raise ValueError(f"{len(loads)} loads do not determine the constants of prompts: rank {rank}, {inverse}, {fixed}")
+    return float(1 / inverse), float(fixed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """One measured decode step: milliseconds, and the bandwidth of its run in bytes per second."""
 
@@ -251,8 +289,8 @@ def fit(machine: Machine, steps: Sequence[Measured]) -> Fitted:
     found, _, rank, _ = np.linalg.lstsq(matrix * weight[:, None], target * weight, rcond=None)
     if rank < len(found) or found.min() < 0:
         raise ValueError(f"{len(steps)} steps do not determine the constants: rank {rank}, {found.round(2).tolist()}")
-    attention, delta, grouping, row, reduction = (float(value) for value in found)
-    return Fitted(attention=attention, delta=delta, grouping=grouping, row=row, reduction=reduction)
+    attention, delta, grouping, row = (float(value) for value in found)
+    return Fitted(attention=attention, delta=delta, grouping=grouping, row=row)
 
 
 def _features(step: Measured) -> list[float]:
@@ -263,12 +301,11 @@ def _features(step: Measured) -> list[float]:
         model.layers(LayerKind.LINEAR),
         len(model.spec.moe_layers) if case.batch > PAIRED_ROWS else 0,
         case.batch * model.spec.num_layers,
-        collectives(model, case.layout, case.world),
     ]
 
 
 def _beyond_floor(machine: Machine, step: Measured) -> float:
     """Microseconds that the constants have to account for."""
-    none = Fitted(attention=0.0, delta=0.0, grouping=0.0, row=0.0, reduction=0.0)
+    none = Fitted(attention=0.0, delta=0.0, grouping=0.0, row=0.0)
     known = decode_step(replace(machine, bandwidth=step.bandwidth, fitted=none), step.model, step.case)
     return (step.milliseconds - known.device) * 1e3

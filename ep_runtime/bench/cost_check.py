@@ -1,4 +1,4 @@
-"""The cost model held against measured steps, each predicted with constants that its own file has had no part in."""
+"""The cost model held against measured steps, each predicted with constants that its own load has had no part in."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ep_runtime.bench.cost import Fitted, Machine, decode_step, fit
+from ep_runtime.bench.cost import Fitted, Load, Machine, decode_step, fit, fit_prompts, prefill_seconds
 from ep_runtime.bench.cost_models import Record
 
 WITHIN = 0.15
 """By how much a prediction may be off."""
+
+STEP_ROWS = 8192
+"""Prompt rows of a step on a GPU, as the runtime chooses them."""
 
 
 def refit(machine: Machine, records: Sequence[Record]) -> Fitted:
@@ -18,10 +21,38 @@ def refit(machine: Machine, records: Sequence[Record]) -> Fitted:
     return fit(machine, [record.step for record in records if record.steady])
 
 
-def check(machine: Machine, records: Sequence[Record]) -> list[dict[str, Any]]:
-    """A row for each record: measured, predicted with all constants, and with those of the other files, and how far off in percent.
+def refit_prompts(machine: Machine, loads: Sequence[Load]) -> tuple[float, float]:
+    """The two constants of prompts, from all loads of one new token."""
+    return fit_prompts(machine, [load for load in loads if load.new_tokens == 1], STEP_ROWS)
 
-    Where the other files alone do not determine the constants, `others_ms` is None.
+
+def check_loads(machine: Machine, loads: Sequence[Load]) -> list[dict[str, Any]]:
+    """A row for each load: measured seconds, predicted ones, and how far off they are."""
+    rows = []
+    for load in loads:
+        predicted = prefill_seconds(machine, load.model, load.case, rows=load.rows, step_rows=STEP_ROWS)
+        what = f"prefill of {load.requests} × {load.prompt_len}"
+        if load.new_tokens > 1:
+            predicted += load.new_tokens * decode_step(machine, load.model, load.case).total / 1e3
+            what = f"{load.requests} requests, {load.prompt_len} in, {load.new_tokens} out"
+        rows.append(
+            {
+                "model": load.model.name,
+                "layout": load.case.layout,
+                "ranks": load.case.world,
+                "what": what,
+                "measured_s": load.seconds,
+                "predicted_s": predicted,
+                "off": predicted / load.seconds - 1,
+            }
+        )
+    return rows
+
+
+def check(machine: Machine, records: Sequence[Record]) -> list[dict[str, Any]]:
+    """A row for each record: measured, predicted with all constants, and with those of the other loads, and how far off in percent.
+
+    Where the other loads alone do not determine the constants, `others_ms` is None.
     """
     rows = []
     for record in records:
@@ -36,6 +67,7 @@ def check(machine: Machine, records: Sequence[Record]) -> list[dict[str, Any]]:
             {
                 "source": record.source,
                 "model": record.step.model.name,
+                "layout": record.step.case.layout,
                 "ranks": record.step.case.world,
                 "batch": record.step.case.batch,
                 "steady": record.steady,

@@ -12,9 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ep_runtime.bench.cost import LAYOUTS, Case, Machine, ModelCosts, decode_step, prefill_seconds
-from ep_runtime.bench.cost_check import check, refit, worst
-from ep_runtime.bench.cost_models import MACHINES, known_models, load_machine, read_records, read_results, save_machine
+from ep_runtime.bench.cost import LAYOUTS, Case, Machine, ModelCosts, decode_step
+from ep_runtime.bench.cost_check import check, check_loads, refit, refit_prompts, worst
+from ep_runtime.bench.cost_models import (
+    MACHINES,
+    known_models,
+    load_machine,
+    read_loads,
+    read_records,
+    read_results,
+    save_machine,
+)
 from ep_runtime.config import ATTENTION_LAYOUTS
 
 MACHINE = "nvidia_h200"
@@ -22,9 +30,6 @@ RANKS = (1, 2, 4, 8)
 BATCHES = (1, 32, 256)
 HOSTS = (1, 2, 4, 8)
 PER_HOST = 8
-STEP_ROWS = 8192
-"""Prompt rows of a step on a GPU, as the runtime chooses them."""
-
 MEMORY_GIB = 143771 / 1024 * 0.9
 """What a rank may fill."""
 
@@ -44,7 +49,8 @@ def run(options: argparse.Namespace) -> None:
     models = known_models()
     machine = load_machine(MACHINE)
     if options.fit:
-        machine = replace(machine, fitted=refit(machine, read_records(results, models)))
+        rate, fixed = refit_prompts(machine, read_loads(results, models))
+        machine = replace(machine, fitted=refit(machine, read_records(results, models)), prefill_rate=rate, prefill_fixed=fixed)
         save_machine(machine, MACHINES / f"{MACHINE}.json")
         machine = load_machine(MACHINE)
     made = tables(machine, models, results)
@@ -85,8 +91,8 @@ def constants_table(machine: Machine) -> str:
         ("a Gated DeltaNet layer", f"{fitted.delta:.1f} µs", "fitted"),
         ("grouping, a routed layer, from 3 rows", f"{fitted.grouping:.1f} µs", "fitted"),
         ("a row in a layer", f"{fitted.row:.2f} µs", "fitted"),
-        ("a collective of two ranks", f"{fitted.reduction:.1f} µs", "fitted"),
-        ("prompt rows", f"{machine.prefill_rate / 1e12:.0f} TFLOP/s", "from the two prefill rows: no check of them"),
+        ("a collective of two ranks", f"{links.reduction:.1f} µs", "`bench collectives`, a sum of one row"),
+        ("prompt rows", f"{machine.prefill_rate / 1e12:.0f} TFLOP/s", "fitted to the prefill rows"),
         ("a step with prompt rows", f"{machine.prefill_fixed * 1e3:.0f} ms", "likewise"),
         ("into a GPU from its host's others", f"{links.inside / 1e9:.0f} GB/s", "NCCL, 2 GPUs, 32 MB: 142 µs"),
         ("a layer's launches in an eager step", f"{links.launch:.0f} µs", "25 ms of host time, 48 layers"),
@@ -103,6 +109,7 @@ def check_table(machine: Machine, models: Mapping[str, ModelCosts], results: Map
     lines = [
         (
             row["model"],
+            row["layout"],
             str(row["ranks"]),
             str(row["batch"]),
             f"{row['measured_ms']:.2f}" + ("" if row["steady"] else f" (median {row['median_ms']:.1f})"),
@@ -113,30 +120,19 @@ def check_table(machine: Machine, models: Mapping[str, ModelCosts], results: Map
         )
         for row in rows
     ]
-    header = ("model", "GPUs", "batch", "measured ms", "predicted", "off", "off, fitted without its file", "collectives, predicted")
-    ends = f"\nLargest error of a steady row: {worst(rows, 'off'):.1%}; fitted without its file: {worst(rows, 'others_off'):.1%}.\n"
+    header = ("model", "layout", "GPUs", "batch", "measured ms", "predicted", "off", "off, fitted without it", "collectives")
+    own, others = (f"{worst(rows, key):.1%}" for key in ("off", "others_off"))
+    ends = f"\nLargest error of a steady row: {own}; with constants fitted without its load: {others}.\n"
     return _markdown(header, lines) + ends
 
 
 def loads_table(machine: Machine, models: Mapping[str, ModelCosts], results: Mapping[str, Mapping[str, Any]]) -> str:
     """Recorded prefill and throughput results beside what the model says."""
     lines = []
-    for result in results.values():
-        if result["benchmark"] not in ("prefill", "throughput") or result["model"] not in models:
-            continue
-        model = models[result["model"]]
-        case = Case(batch=256, per_host=result["ranks"], layout=result["attention_layout"])
-        for row in result["rows"]:
-            rows = row.get("prompts", row.get("requests")) * row["prompt_len"]
-            predicted = prefill_seconds(machine, model, case, rows=rows, step_rows=STEP_ROWS)
-            what = f"prefill of {row.get('prompts')} × {row['prompt_len']}"
-            if "requests" in row:
-                at_once = replace(case, batch=min(256, row["requests"]), context=row["prompt_len"] + row["new_tokens"] // 2)
-                predicted += row["new_tokens"] * decode_step(machine, model, at_once).total / 1e3
-                what = f"{row['requests']} requests, {row['prompt_len']} in, {row['new_tokens']} out"
-            off = _percent(predicted / row["seconds"] - 1)
-            lines.append((result["model"], str(result["ranks"]), what, f"{row['seconds']:.3g}", f"{predicted:.3g}", off))
-    return _markdown(("model", "GPUs", "load", "measured s", "predicted s", "off"), lines)
+    for row in check_loads(machine, read_loads(results, models)):
+        cells = (row["what"], f"{row['measured_s']:.3g}", f"{row['predicted_s']:.3g}", _percent(row["off"]))
+        lines.append((row["model"], row["layout"], str(row["ranks"]), *cells))
+    return _markdown(("model", "layout", "GPUs", "load", "measured s", "predicted s", "off"), lines)
 
 
 def ranks_table(machine: Machine, models: Mapping[str, ModelCosts]) -> str:

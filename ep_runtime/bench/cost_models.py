@@ -6,19 +6,18 @@ import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ep_runtime.bench.configs import PUBLISHED, write_config
-from ep_runtime.bench.cost import Case, Fitted, Links, Machine, Measured, ModelCosts
+from ep_runtime.bench.cost import Case, Fitted, Links, Load, Machine, Measured, ModelCosts, rank_bytes
 from ep_runtime.bench.floor import weight_bytes
 from model.config import ModelConfig
 from model.loader import prepare_model
 from model.parallel import Parallel
-from model.state.sizes import DTYPE_BYTES
 
 MACHINES = Path(__file__).parent / "machines"
 
@@ -53,9 +52,11 @@ def save_machine(machine: Machine, path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One measured row: its file, the step as the model sees it, and in milliseconds its median and its 5th percentile."""
+    """One measured row: the load of a model that it is of, the step as the model sees it, the bytes of its floor, and in
+    milliseconds its median and its 5th percentile."""
 
     source: str
+    bytes: int
     step: Measured
     median: float
     fast: float
@@ -73,7 +74,22 @@ def read_records(results: Mapping[str, Mapping[str, Any]], models: Mapping[str, 
         for load in loads:
             if load["model"] in models:
                 rows = load.get("rows") or load.get("decode", [])
-                found += [_record(source, load, row, models[load["model"]]) for row in rows]
+                name = f"{source}, {load['model']}, {load['attention_layout']}, {load['ranks']}"
+                found += [_record(name, load, row, models[load["model"]]) for row in rows]
+    return found
+
+
+def read_loads(results: Mapping[str, Mapping[str, Any]], models: Mapping[str, ModelCosts]) -> list[Load]:
+    """The rows of `bench prefill`, `bench throughput` and of the parts of `bench scale`; models not in `models` are left out."""
+    found = []
+    for result in results.values():
+        if result["benchmark"] == "scale":
+            runs = [(part, [*part["prefill"], part["throughput"]]) for part in result["parts"] if "prefill" in part]
+        else:
+            runs = [(result, result["rows"])] if result["benchmark"] in ("prefill", "throughput") else []
+        for about, rows in runs:
+            if about["model"] in models:
+                found += [_load(about, row, models[about["model"]]) for row in rows]
     return found
 
 
@@ -87,16 +103,29 @@ def known_models() -> dict[str, ModelCosts]:
     return {name: model_costs(name) for name in PUBLISHED}
 
 
+def _load(about: Mapping[str, Any], row: Mapping[str, Any], model: ModelCosts) -> Load:
+    requests, new_tokens = row.get("prompts", row.get("requests")), row.get("new_tokens", 1)
+    return Load(
+        model=model,
+        case=Case(
+            batch=min(256, requests),
+            context=row["prompt_len"] + new_tokens // 2,
+            per_host=about["ranks"],
+            layout=about["attention_layout"],
+        ),
+        requests=requests,
+        prompt_len=row["prompt_len"],
+        new_tokens=new_tokens,
+        seconds=row["seconds"],
+    )
+
+
 def _record(source: str, result: Mapping[str, Any], row: Mapping[str, Any], model: ModelCosts) -> Record:
     fast, *_, slow = statistics.quantiles(row["intervals_ms"], n=20, method="inclusive")
     steady = slow < SPREAD * fast
-    case = Case(batch=row["batch"], context=_context(row, model), per_host=result["ranks"], layout=result["attention_layout"])
+    case = Case(batch=row["batch"], context=1, per_host=result["ranks"], layout=result["attention_layout"])
+    # The positions that the row's floor was computed with, from the bytes of its keys and values.
+    case = replace(case, context=int(row["bytes"]["cache"]) // rank_bytes(model, case).cache)
     time = row["step_ms"] if steady else fast
     step = Measured(model=model, case=case, milliseconds=time, bandwidth=result["bandwidth_gb_s"] * 1e9)
-    return Record(source=source, step=step, median=row["step_ms"], fast=fast, steady=steady)
-
-
-def _context(row: Mapping[str, Any], model: ModelCosts) -> int:
-    """The positions of a sequence that the row's floor was computed with, from the bytes of its keys and values."""
-    per_position = sum(cache.block_elements(1) for cache in model.spec.caches) * DTYPE_BYTES[model.dtype]
-    return int(row["bytes"]["cache"]) // (per_position * row["batch"])
+    return Record(source=source, bytes=sum(row["bytes"].values()), step=step, median=row["step_ms"], fast=fast, steady=steady)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from ep_runtime.bench.cost import (
     Case,
     Fitted,
     Links,
+    Load,
     Machine,
     Measured,
     ModelCosts,
@@ -19,21 +21,23 @@ from ep_runtime.bench.cost import (
     collectives,
     decode_step,
     fit,
+    fit_prompts,
     prefill_flops,
     prefill_seconds,
     rank_bytes,
 )
-from ep_runtime.bench.cost_check import WITHIN, check, refit, worst
+from ep_runtime.bench.cost_check import WITHIN, check, refit, refit_prompts, worst
 from ep_runtime.bench.cost_doc import MACHINE, filled, tables
-from ep_runtime.bench.cost_models import known_models, load_machine, read_records, read_results, save_machine
+from ep_runtime.bench.cost_models import known_models, load_machine, read_loads, read_records, read_results, save_machine
 from ep_runtime.config import ATTENTION_LAYOUTS
+from model.spec import LayerKind
 
 DOCS = Path(__file__).parents[3] / "docs"
 PLAIN = Machine(
     device="X",
     bandwidth=1e12,
-    fitted=Fitted(attention=10.0, delta=20.0, grouping=3.0, row=0.5, reduction=8.0),
-    links=Links(inside=1e11, peer=2.0, between=1e10, network=30.0, launch=100.0),
+    fitted=Fitted(attention=10.0, delta=20.0, grouping=3.0, row=0.5),
+    links=Links(inside=1e11, reduction=8.0, peer=2.0, between=1e10, network=30.0, launch=100.0),
     prefill_rate=1e14,
     prefill_fixed=0.01,
 )
@@ -114,11 +118,43 @@ def test_constants_are_found_in_the_steps_that_they_made(models: dict[str, Model
         Measured(model=model, case=case, milliseconds=decode_step(PLAIN, model, case).total, bandwidth=PLAIN.bandwidth)
         for model, case in cases
     ]
-    other = replace(PLAIN, fitted=Fitted(attention=0, delta=0, grouping=0, row=0, reduction=0))
+    other = replace(PLAIN, fitted=Fitted(attention=0, delta=0, grouping=0, row=0))
     found = fit(other, steps)
-    assert [getattr(found, name) for name in Fitted.__slots__] == pytest.approx([10.0, 20.0, 3.0, 0.5, 8.0])
+    assert [getattr(found, name) for name in Fitted.__slots__] == pytest.approx([10.0, 20.0, 3.0, 0.5])
     with pytest.raises(ValueError, match="do not determine"):
-        fit(other, [step for step in steps if step.case.world == 1])
+        fit(other, [step for step in steps if step.model.layers(LayerKind.LINEAR) == 0])
+
+
+def test_constants_of_prompts_are_found_in_the_loads_that_they_made(models: dict[str, ModelCosts]) -> None:
+    loads = []
+    for name, layout, requests in (
+        ("qwen3-30b-a3b", "tensor", 1),
+        ("qwen3-30b-a3b", "replicated", 8),
+        ("qwen3.5-35b-a3b", "tensor", 3),
+    ):
+        case = Case(batch=requests, per_host=2, layout=layout)
+        seconds = prefill_seconds(PLAIN, models[name], case, rows=requests * 4096, step_rows=8192)
+        loads.append(Load(model=models[name], case=case, requests=requests, prompt_len=4096, new_tokens=1, seconds=seconds))
+    assert fit_prompts(replace(PLAIN, prefill_rate=1.0, prefill_fixed=9.0), loads, 8192) == pytest.approx((1e14, 0.01))
+    with pytest.raises(ValueError, match="do not determine"):
+        fit_prompts(PLAIN, loads[:1], 8192)
+
+
+def test_loads_are_read_from_what_benchmarks_write(models: dict[str, ModelCosts]) -> None:
+    about = {"model": "qwen3-30b-a3b", "ranks": 2, "attention_layout": "tensor"}
+    prompts = {"prompts": 8, "prompt_len": 4096, "seconds": 0.3}
+    requests = {"requests": 300, "prompt_len": 1024, "new_tokens": 256, "seconds": 6.0}
+    part = {**about, "prefill": [prompts], "throughput": requests, "decode": []}
+    results: dict[str, dict[str, Any]] = {
+        "a": {"benchmark": "prefill", **about, "rows": [prompts]},
+        "b": {"benchmark": "throughput", **about, "rows": [requests]},
+        "c": {"benchmark": "scale", "parts": [part, {**about, "skipped": "too large"}, {**part, "model": "unknown"}]},
+        "d": {"benchmark": "collectives", "rows": [1]},
+    }
+    loads = read_loads(results, models)
+    assert loads[:2] == loads[2:]
+    assert (loads[0].rows, loads[0].new_tokens, loads[0].case.layout) == (8 * 4096, 1, "tensor")
+    assert (loads[1].case.batch, loads[1].case.context, loads[1].seconds) == (256, 1024 + 128, 6.0)
 
 
 def test_a_machine_is_read_as_it_was_kept(tmp_path: Path) -> None:
@@ -131,11 +167,11 @@ def test_against_recorded_results(models: dict[str, ModelCosts]) -> None:
     records = read_records(results, models)
     machine = load_machine(MACHINE)
     for record in records:
-        recorded = next(row for row in results[record.source]["rows"] if row["batch"] == record.step.case.batch)
-        assert rank_bytes(record.step.model, record.step.case).total == pytest.approx(recorded["gigabytes"] * 1e9, rel=0.015)
+        assert rank_bytes(record.step.model, record.step.case).total == pytest.approx(record.bytes, rel=0.015)
     again = refit(machine, records)
     for name in Fitted.__slots__:
         assert getattr(machine.fitted, name) == pytest.approx(getattr(again, name), abs=0.006), "run: bench cost --fit"
+    assert (machine.prefill_rate, machine.prefill_fixed) == refit_prompts(machine, read_loads(results, models))
     rows = check(machine, records)
     assert len([row for row in rows if row["steady"]]) >= 10
     assert worst(rows, "off") < WITHIN

@@ -27,7 +27,7 @@ H200 = Machine(world=2, device="NVIDIA H200", one_host=True, dtype="bfloat16", m
 def test_links_are_those_of_the_cost_model() -> None:
     links, machine = LINKS["NVIDIA H200"], load_machine("nvidia_h200")
     assert (links.memory, links.inside) == (machine.bandwidth, machine.links.inside)
-    assert (links.sum_us, links.peer_us) == (machine.fitted.reduction, machine.links.peer)
+    assert (links.sum_us, links.peer_us) == (machine.links.reduction, machine.links.peer)
 
 
 @pytest.mark.parametrize("sequences", [1, USUAL_SEQUENCES])
