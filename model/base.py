@@ -22,6 +22,8 @@ class Communicator(Protocol):
     """Collectives launched so far, so that ranks can compare."""
     peers: PeerMemory | None
     """Memory that the ranks' GPUs show each other, where there is any: kernels may sum through it instead of calling `reduce`."""
+    shards: PeerMemory | None
+    """Such memory for shards of logits, which may stay there instead of being gathered."""
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum of all ranks' `partial` (same shape and dtype), accumulated in float32 in rank order: the same bits everywhere."""
@@ -50,6 +52,7 @@ class SingleRank:
     world = 1
     launched = 0
     peers: PeerMemory | None = None
+    shards: PeerMemory | None = None
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """The only partial is the sum."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from model.errors import BatchError
+
+if TYPE_CHECKING:
+    from kernels.shards_triton import LeftLogits
 
 Array = np.ndarray
 
@@ -100,6 +103,8 @@ class ForwardBatch:
     """[spans of one row] int64, their span numbers; None when every span is one row."""
     adapter: torch.Tensor | None = None
     """[S] adapter ids, None when no adapter is loaded."""
+    leave_logits: bool = False
+    """Every row is wanted; logits may stay where they are made, see `ForwardOutput.left`."""
     hidden_rows: bool = False
     """Return the final hidden states of the wanted rows too."""
     captures: tuple[int, ...] = ()
@@ -194,7 +199,11 @@ class ForwardOutput:
     """What a forward returns, for the wanted rows alone, in the order of `wanted_rows`."""
 
     logits: torch.Tensor | None
-    """[W, vocab] float32 on the head; None on ranks that do not sample."""
+    """[W, vocab] float32 on the head; None on ranks that do not sample, and where logits have been left."""
+    left: LeftLogits | None = None
+    """The wanted rows' logits where they were made, with the best of each: valid until the next forward."""
+    slots: torch.Tensor | None = None
+    """[W] int64: the wanted rows' slots, where they are on the device."""
     hidden: torch.Tensor | None = None
     """[W, hidden], after the final norm, when the batch asked for it."""
     captures: dict[int, torch.Tensor] = field(default_factory=dict)

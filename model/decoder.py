@@ -10,10 +10,10 @@ from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from model.config import LayerConfig, ModelConfig
 from model.errors import BatchError
-from model.formats import DenseFormat, WeightFormat
 from model.layers.attention import Attention
 from model.layers.build import Build
 from model.layers.delta_net import GatedDeltaNet
+from model.layers.head import VocabHead
 from model.layers.mlp import Mlp
 from model.layers.moe import Moe
 from model.layers.norm import RMSNorm
@@ -53,29 +53,6 @@ class DecoderLayer(nn.Module):
             return self.moe(normed, step)
         assert self.mlp is not None
         return Pending(self.mlp(normed, step), partial=self.divided)
-
-
-class VocabHead(nn.Module):
-    """This rank's shard of the output projection, padded with zero rows to the size of every rank's."""
-
-    def __init__(self, config: ModelConfig, parallel: Parallel, build: Build) -> None:
-        super().__init__()
-        self.vocab_size = config.vocab_size
-        self.shard = parallel.vocab_shard(config.vocab_size)
-        self.rank = parallel.rank
-        self.weight: WeightFormat | None = None if config.tied else DenseFormat(build.weight(self.shard, config.hidden_size))
-
-    def forward(self, rows: torch.Tensor, embedding: torch.Tensor, comm: Communicator) -> torch.Tensor | None:
-        """`[W, hidden]` -> `[W, vocab]` float32 on rank 0, None elsewhere. A tied head is this rank's rows of `embedding`."""
-        if self.weight is None:
-            shard = functional.linear(rows, embedding.narrow(0, self.rank * self.shard, self.shard))
-        else:
-            shard = self.weight.linear(rows)
-        shards = comm.gather_to_head(shard)
-        if shards is None:
-            return None
-        logits = shards[0] if len(shards) == 1 else torch.cat(shards, -1)
-        return logits[:, : self.vocab_size].float()
 
 
 class Decoder(nn.Module):
@@ -121,8 +98,7 @@ class Decoder(nn.Module):
     def forward(self, batch: ForwardBatch, state: StateRegistry, comm: Communicator) -> ForwardOutput:
         """One ragged forward; writes the caches and recurrent states of the batch's slots."""
         self._check(batch)
-        x = self.embed(batch)
-        inputs = x.clone() if batch.routing else None
+        x, inputs = self._enter(batch)
         prepared = self._operators.prepare(batch, self._rotary, x.dtype)
         step = Step(batch=batch, state=state, comm=comm, operators=self._operators, prepared=prepared)
         captures = {}
@@ -138,10 +114,23 @@ class Decoder(nn.Module):
         outputs = x if batch.routing else None
         if not len(batch.wanted_rows):
             return ForwardOutput(logits=None, captures=captures, routing=routing, inputs=inputs, outputs=outputs)
-        rows = self._operators.add_norm(x, pending, self.norm, step).index_select(0, batch.wanted_rows)
-        logits = self.head(rows, self.embedding, comm)
-        hidden = rows if batch.hidden_rows else None
-        return ForwardOutput(logits=logits, hidden=hidden, captures=captures, routing=routing, inputs=inputs, outputs=outputs)
+        rows = self._operators.add_norm(x, pending, self.norm, step)
+        output = ForwardOutput(logits=None, captures=captures, routing=routing, inputs=inputs, outputs=outputs)
+        if batch.leave_logits:
+            output.left = self._operators.leave(self.head, rows, self.embedding, step)
+        else:
+            rows = rows.index_select(0, batch.wanted_rows)
+        if output.left is None:
+            output.logits = self.head(rows, self.embedding, comm)
+        output.hidden = rows if batch.hidden_rows else None
+        return output
+
+    def _enter(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What enters layer 0, and the same again where the batch asks for `routing`: layers change the first."""
+        if batch.leave_logits:
+            return self._operators.embed(batch.token_ids, self.embedding)
+        x = self.embed(batch)
+        return x, x.clone() if batch.routing else None
 
     def _add_features(self, layer: int, x: torch.Tensor, batch: ForwardBatch) -> None:
         """Add the deepstack features that follow `layer` to the rows of images; what the layer gave may still be pending."""

@@ -66,6 +66,7 @@ class GroupCommunicator:
         self.rank = rank
         self.world = world
         self.peers: PeerMemory | None = None
+        self.shards: PeerMemory | None = None
         self._launched = 0
         self._page = ProgressPage() if page is None else page
         self._shared: list[Peers] = []
@@ -102,11 +103,12 @@ class GroupCommunicator:
         self._host = share_memory(exchange, rank=self.rank, world=self.world, check=self._check)
 
     def join_peers(self, exchange: Exchange, peers: list[Peers]) -> None:
-        """Show this rank's memory (for sums, and for logits) to the other GPUs of the host, and see theirs. Every rank calls it."""
+        """Show this rank's memory (for sums, logits, shards) to the other GPUs of the host, and see theirs. Every rank calls it."""
         self._shared = peers
         for memory in peers:
             memory.connect(exchange)
         self.peers = peers[0].memory
+        self.shards = peers[2].memory if len(peers) > 2 else None
 
     def gather_to_head(self, shard: torch.Tensor) -> list[torch.Tensor] | None:
         """All ranks' shards in rank order on rank 0, None elsewhere. Through peer memory they come as one tensor, side by side."""
@@ -139,6 +141,19 @@ class GroupCommunicator:
             return
         self._wait(self._group.broadcast(tensor, 0))
 
+    def feed(self, tokens: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor) -> None:
+        """Rank 0's `tokens [n]` go into every rank's `last_tokens[slots]`, all int64 on the device."""
+        if self.shards is not None:
+            from kernels.shards_triton import SENT_TOKENS, send_tokens
+
+            if len(tokens) <= SENT_TOKENS:
+                self._launch()
+                send_tokens(self.shards, tokens, slots, last_tokens)
+                return
+        tokens = tokens.contiguous()
+        self.broadcast(tokens)
+        last_tokens.index_copy_(0, slots, tokens)
+
     def settle(self) -> None:
         """Return when the device is done, looking at the epoch meanwhile: before anything that would wait for it blindly."""
         if self._device.type != "cuda":
@@ -166,7 +181,7 @@ class GroupCommunicator:
             nccl.leave()
         for peers in self._shared:
             peers.disconnect()
-        self.peers, self._shared, self._host = None, [], None
+        self.peers, self.shards, self._shared, self._host = None, None, [], None
         group, self._group = self._group, None
         pending, self._pending = self._pending, None
         if pending is not None:

@@ -66,6 +66,10 @@ class EpochPlace:
 class LoneRank(SingleRank):
     """A world of one has no group."""
 
+    def feed(self, tokens: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor) -> None:
+        """The tokens are here already."""
+        last_tokens.index_copy_(0, slots, tokens)
+
     def close(self) -> None:
         """There is no group to leave."""
 

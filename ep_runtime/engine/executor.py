@@ -48,7 +48,11 @@ if TYPE_CHECKING:
 
 
 class EpochCommunicator(Communicator, Protocol):
-    """A communicator that can be left."""
+    """A communicator that can be left, and that feeds slots."""
+
+    def feed(self, tokens: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor) -> None:
+        """Rank 0's `tokens [n]` go into every rank's `last_tokens[slots]`: int64, on the device."""
+        ...
 
     def close(self) -> None:
         """Leave the group; never waits for another rank."""
@@ -210,9 +214,10 @@ class Executor:
             sampled = [span.slot for span in command.spans if span.sampled]
             if not sampled:
                 return
-            self.comm.broadcast(tokens)
-            (index,) = upload([np.array(sampled, np.int64)], self._device)
-            self._last_tokens.index_copy_(0, index, tokens)
+            index = output.slots
+            if index is None or len(sampled) < len(command.spans):
+                (index,) = upload([np.array(sampled, np.int64)], self._device)
+            self.comm.feed(tokens, index, self._last_tokens)
 
     def _record(self, output: ForwardOutput) -> None:
         """Keep checksums of what a forward was asked to record, on the device: DIGEST reads them."""
@@ -293,6 +298,7 @@ class Executor:
         if not command.buckets:
             return
         self.comm.broadcast(torch.zeros(max(command.buckets), dtype=torch.int64, device=self._device))
+        self.comm.feed(self._last_tokens[:1].clone(), torch.zeros(1, dtype=torch.int64, device=self._device), self._last_tokens)
         if self._graphs is not None:
             self._graphs.capture(command.buckets)
         recorded = torch.zeros(1, 2, dtype=torch.int32, device=self._device)

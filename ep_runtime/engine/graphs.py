@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one graph for each bucket of rows, from the token ids to the logits.
+"""Decode steps as CUDA graphs: one graph for each bucket of rows, from the token ids to the logits and the best of each row.
 
 WARM, a command like any other, captures them on every rank, so that the collectives of the warm-up pair. A graph holds no NCCL:
 its reductions go through peer memory, whose addresses are in device tables. A bucket is used only where every rank has captured it:
@@ -12,7 +12,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,12 +28,33 @@ FIELDS = ("given", "fed", "position", "slot", "length", "place")
 IDLE = {"given": 0, "fed": -1, "position": 0, "slot": -1, "length": 0, "place": -1}
 
 
+class FixedRows(NamedTuple):
+    """What a step's replays have in common: `[rows + 1]` int32, `[rows]` int32 and int64. See `ForwardBatch`.
+
+    Block tables `[rows, width]` int32 change, but name blocks that exist wherever a replay writes none.
+    """
+
+    starts: torch.Tensor
+    write_from: torch.Tensor
+    numbers: torch.Tensor
+    block_tables: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: int, width: int, device: torch.device) -> FixedRows:
+        """Of spans that are one row each."""
+        numbers = torch.arange(rows + 1, device=device)
+        write_from = torch.zeros(rows, dtype=torch.int32, device=device)
+        tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        return cls(numbers.int(), write_from, numbers[:rows], tables)
+
+
 @dataclass(kw_only=True, slots=True)
 class CapturedStep:
     """One bucket: the inputs that a replay reads, `[6, rows]` int64, the graph, and what it leaves for all `rows`."""
 
     rows: int
     inputs: torch.Tensor
+    fixed: FixedRows
     graph: torch.cuda.CUDAGraph
     output: ForwardOutput
     collectives: int
@@ -94,6 +115,8 @@ class DecodeGraphs:
         left = step.output
         return ForwardOutput(
             logits=None if left.logits is None else left.logits[:count],
+            left=None if left.left is None else left.left.upto(count),
+            slots=step.inputs[FIELDS.index("slot"), :count],
             routing=None if left.routing is None else left.routing[:, :count],
             inputs=None if left.inputs is None else left.inputs[:count],
             outputs=None if left.outputs is None else left.outputs[:count],
@@ -106,38 +129,41 @@ class DecodeGraphs:
 
     def _capture(self, rows: int) -> CapturedStep | None:
         inputs = torch.tensor([[IDLE[name]] * rows for name in FIELDS], dtype=torch.int64, device=self._last_tokens.device)
+        fixed = FixedRows.of(rows, self._tables.width, inputs.device)
         # Compiles kernels, sizes workspaces and connects ranks, none of which a capture may do.
-        self._forward(inputs)
+        output = self._forward(inputs, fixed)
+        if output.left is not None and self._comm.rank == 0:
+            output.left.pick(fixed.numbers[:1])
         self._comm.settle()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         launched = self._comm.launched
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                output = self._forward(inputs)
+                output = self._forward(inputs, fixed)
         except (RuntimeError, ValueError) as error:
             log.warning("a decode step of %d rows cannot be captured: %s", rows, error)
             return None
         finally:
             collectives, self._comm.launched = self._comm.launched - launched, launched
-        return CapturedStep(rows=rows, inputs=inputs, graph=graph, output=output, collectives=collectives)
+        return CapturedStep(rows=rows, inputs=inputs, fixed=fixed, graph=graph, output=output, collectives=collectives)
 
-    def _forward(self, inputs: torch.Tensor) -> ForwardOutput:
+    def _forward(self, inputs: torch.Tensor, fixed: FixedRows) -> ForwardOutput:
+        from kernels.start_triton import start_rows
+
         rows = inputs.shape[1]
-        given, fed, position, slot, length, place = inputs.unbind(0)
-        token_ids = torch.where(fed >= 0, self._last_tokens.index_select(0, fed.clamp(min=0)), given)
-        every = torch.arange(rows + 1, dtype=torch.int32, device=inputs.device)
+        start = start_rows(inputs, self._last_tokens, self._tables.tensor, self._block_size, fixed.block_tables)
         nothing = np.zeros(rows, dtype=np.int32)
         batch = ForwardBatch(
-            token_ids=token_ids,
-            positions=position.int(),
-            query_start=every,
-            slots=slot.int(),
-            seq_lens=length.int(),
-            block_tables=self._tables.tensor.index_select(0, slot.clamp(min=0)),
-            kv_write_from=torch.zeros(rows, dtype=torch.int32, device=inputs.device),
-            wanted_rows=every[:rows].long(),
-            kv_places=place,
+            token_ids=start.token_ids,
+            positions=start.positions,
+            query_start=fixed.starts,
+            slots=start.slots,
+            seq_lens=start.lengths,
+            block_tables=fixed.block_tables,
+            kv_write_from=fixed.write_from,
+            wanted_rows=fixed.numbers,
+            kv_places=inputs[FIELDS.index("place")],
             host=HostBatch(
                 query_start=np.arange(rows + 1, dtype=np.int32),
                 seq_lens=nothing,
@@ -147,6 +173,7 @@ class DecodeGraphs:
                 single_lens=nothing,
             ),
             block_size=self._block_size,
+            leave_logits=True,
             routing=True,
         )
         return self._model.forward(batch, self._state, self._comm)

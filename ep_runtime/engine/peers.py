@@ -1,4 +1,4 @@
-"""Memory that the GPUs of one host show each other, for the reductions of `kernels.one_shot_triton`.
+"""Memory that the GPUs of one host show each other, for the kernels of `kernels.one_shot_triton` and `kernels.shards_triton`.
 
 Each rank allocates a buffer and signals once for the life of its process: a peer that leaves an epoch late may still write into
 them, and must not meet another tensor there. In each epoch the ranks exchange CUDA IPC handles, `connect` clears the counters and
@@ -12,11 +12,12 @@ import torch
 
 from ep_runtime.engine.host_memory import Exchange
 from kernels.one_shot_triton import PROGRAMS, SIGNAL_LINE, PeerMemory
+from kernels.shards_triton import shard_words
 from protocol.errors import EpPeerGone
 
-BUFFER_BYTES = {"sums": 64 << 20, "logits": 128 << 20}
-"""By use. Sums, for each peer: 8192 rows of 2048 elements in bfloat16, twice. Logits: 256 rows of a two-rank shard of a vocabulary
-of 150,000 in bfloat16, twice."""
+BUFFER_BYTES = {"sums": 64 << 20, "logits": 64 << 20, "shards": 64 << 20}
+"""By use. Sums, for each peer: 8192 rows of 2048 elements in bfloat16, twice. Logits that are gathered: 128 rows of a
+two-rank shard of a vocabulary of 250,000 in bfloat16, twice. Shards that stay where they are: 256 such rows, once."""
 
 WORD_BYTES = 32 << 20
 """For sums of a few rows, which go in words: 256 rows of 2048 elements in bfloat16 from each of eight ranks, twice."""
@@ -30,7 +31,9 @@ _EVENT_WAIT = 6
 
 def shared_bytes(use: str, world: int) -> tuple[int, int]:
     """Bytes of a rank's buffer, and of the words behind it."""
-    return (BUFFER_BYTES[use] * max(1, world - 1), WORD_BYTES) if use == "sums" else (BUFFER_BYTES[use], 0)
+    if use == "sums":
+        return BUFFER_BYTES[use] * max(1, world - 1), WORD_BYTES
+    return BUFFER_BYTES[use], 8 * shard_words(world) if use == "shards" else 0
 
 
 class Peers:
@@ -60,6 +63,7 @@ class Peers:
             programs=PROGRAMS if use == "sums" and world == 2 else FEWER_PROGRAMS,
             words_at=size // 8,
             slot=words // 8 // 2 // world // 2 * 2,
+            shown=self._buffer[:size].view(dtype) if use == "shards" else None,
         )
 
     def connect(self, exchange: Exchange) -> None:

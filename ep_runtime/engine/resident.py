@@ -17,9 +17,9 @@ class Resident:
         self._peers: list[Peers] = []
 
     def peers(self, rank: int, world: int, device: torch.device, dtype: torch.dtype) -> list[Peers]:
-        """The GPU's memory for sums and for logits, not connected. A process has one rank, world, device and dtype."""
+        """The GPU's memory for sums, for logits and for shards, not connected. A process has one rank, world, device and dtype."""
         if not self._peers:
             from ep_runtime.engine.peers import Peers
 
-            self._peers = [Peers(rank, world, device, dtype, use) for use in ("sums", "logits")]
+            self._peers = [Peers(rank, world, device, dtype, use) for use in ("sums", "logits", "shards")]
         return self._peers

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from ep_runtime.engine.sampling.random import log_exponential, token_words
 from ep_runtime.engine.staging import download, upload
 from model.scratch import SAMPLED_AT_ONCE
 from protocol.messages import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from kernels.shards_triton import LeftLogits
 
 
 class RowStatus(IntEnum):
@@ -42,17 +46,20 @@ class Sampled:
     tokens: torch.Tensor
     """[W] int64"""
     status: torch.Tensor
-    """[W] int32, `RowStatus` values."""
+    """[W] int32 or int64, `RowStatus` values."""
     logprobs: LogprobRows | None = None
     """Of the rows `logprob_rows`, in that order; None when no row asked."""
     logprob_rows: tuple[int, ...] = ()
     logprob_counts: tuple[int, ...] = ()
+    both: torch.Tensor | None = None
+    """[W, 2], if tokens and status are its columns: then they move in one copy."""
 
     def to_host_async(self) -> Sampled:
         """The same in pinned host memory, by asynchronous copies: valid after an event recorded behind this call."""
+        both = None if self.both is None else download(self.both)
         return Sampled(
-            tokens=download(self.tokens),
-            status=download(self.status),
+            tokens=download(self.tokens) if both is None else both[:, 0],
+            status=download(self.status) if both is None else both[:, 1],
             logprobs=None if self.logprobs is None else self.logprobs.to_host_async(),
             logprob_rows=self.logprob_rows,
             logprob_counts=self.logprob_counts,
@@ -129,17 +136,29 @@ class Sampler:
         if len(held) != len(set(held)) or not self._penalties.taken.issuperset(held) or len(self._penalties.taken) != len(held):
             raise AssertionError(f"slots hold penalty rows {sorted(held)}, the pool gave {sorted(self._penalties.taken)}")
 
-    def sample(self, logits: torch.Tensor, slots: Sequence[int], indices: Sequence[int], masks: Sequence[bytes | None]) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor | LeftLogits,
+        slots: Sequence[int],
+        indices: Sequence[int],
+        masks: Sequence[bytes | None],
+    ) -> Sampled:
         """The next token of slot `slots[i]` from row i of `logits` [W, V] float32, which is left as it is.
+
+        Of logits that were left on their ranks, only the rows are moved that need more than their best.
 
         `indices[i]` is the token's generated index (0 for the first), `masks[i]` its grammar bitmask or None. Slots are distinct.
         """
         own = [self._slots[slot] for slot in slots]
         chunks = plan_chunks(own, indices, masks, self.vocab_size, self.one_by_one, self._at_once)
-        if all(chunk.kind == Kind.ARGMAX for chunk in chunks):
+        both = None
+        if any(chunk.kind != Kind.ARGMAX for chunk in chunks):
+            tokens, status = self._sample_chunks(logits, chunks)
+        elif isinstance(logits, torch.Tensor):
             tokens, status = _argmax(logits)
         else:
-            tokens, status = self._sample_chunks(logits, chunks)
+            both = logits.best
+            tokens, status = both.unbind(1)
         rows = tuple(row for row, slot in enumerate(own) if slot.params.logprobs is not None)
         counts = tuple(own[row].params.logprobs or 0 for row in rows)
         return Sampled(
@@ -148,26 +167,29 @@ class Sampler:
             logprobs=self._logprobs(logits, tokens, rows, max(counts)) if rows else None,
             logprob_rows=rows,
             logprob_counts=counts,
+            both=both,
         )
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, count: int) -> LogprobRows:
         """Log-probabilities of `targets` [R] int64 and the best `count` alternatives under `logits` [R, V] float32."""
         return logprob_rows(logits, targets, count)
 
-    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: tuple[int, ...], count: int) -> LogprobRows:
-        if len(rows) < logits.shape[0]:
+    def _logprobs(self, logits: torch.Tensor | LeftLogits, tokens: torch.Tensor, rows: tuple[int, ...], count: int) -> LogprobRows:
+        if len(rows) < len(logits) or not isinstance(logits, torch.Tensor):
             (index,) = upload([_int64(rows)], self.device)
-            logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
+            logits, tokens = pick_rows(logits, index), tokens.index_select(0, index)
         return logprob_rows(logits, tokens, count)
 
-    def _sample_chunks(self, logits: torch.Tensor, chunks: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=self.device)
-        status = torch.empty(logits.shape[0], dtype=torch.int32, device=self.device)
+    def _sample_chunks(self, logits: torch.Tensor | LeftLogits, chunks: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=self.device)
+        status = torch.empty(len(logits), dtype=torch.int32, device=self.device)
         moved = iter(upload([array for chunk in chunks for array in chunk.arrays.values()], self.device))
         for chunk in chunks:
             args = {name: next(moved) for name in chunk.arrays}
-            own = logits.index_select(0, args["rows"])
-            chunk_tokens, chunk_status = _argmax(own) if chunk.kind == Kind.ARGMAX else self._run(chunk, args, own)
+            if chunk.kind == Kind.ARGMAX:
+                chunk_tokens, chunk_status = _best(logits, args["rows"])
+            else:
+                chunk_tokens, chunk_status = self._run(chunk, args, pick_rows(logits, args["rows"]))
             tokens.index_copy_(0, args["rows"], chunk_tokens)
             status.index_copy_(0, args["rows"], chunk_status)
         return tokens, status
@@ -223,6 +245,19 @@ class Sampler:
         if "top_k" not in chunk.arrays:
             return filters.candidates(scaled, self.vocab_size, 1.0)
         return filters.candidates(scaled, int(chunk.arrays["top_k"][0, 0]), float(chunk.arrays["top_p"][0, 0]))
+
+
+def pick_rows(logits: torch.Tensor | LeftLogits, rows: torch.Tensor) -> torch.Tensor:
+    """A copy of the rows `rows` [w] int64 of logits, [w, V] float32, from wherever they are."""
+    return logits.index_select(0, rows) if isinstance(logits, torch.Tensor) else logits.pick(rows)
+
+
+def _best(logits: torch.Tensor | LeftLogits, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, status) of the greedy rows `rows`."""
+    if isinstance(logits, torch.Tensor):
+        return _argmax(logits.index_select(0, rows))
+    tokens, status = logits.best.index_select(0, rows).unbind(1)
+    return tokens, status.int()
 
 
 def _int64(values: Sequence[int]) -> np.ndarray:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ep_runtime.engine.pending import PendingStep, PromptRows, RowToSample
+from ep_runtime.engine.sampler import pick_rows
 from ep_runtime.engine.staging import upload
 from protocol.commands import Forward, Span, Wanted
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from ep_runtime.engine.requests import RequestTable
     from ep_runtime.engine.sampler import Sampler
     from ep_runtime.scheduler.core import Plan
+    from kernels.shards_triton import LeftLogits
     from model.batch import ForwardOutput
 
 
@@ -28,37 +31,41 @@ class StepSampling:
         self._plan = plan
         self._sampler = sampler
         self._requests = requests
-        self._pending = PendingStep(plan)
+        self._results = partial(PendingStep, plan)
 
     def choose(self, output: ForwardOutput, command: Forward) -> torch.Tensor:
         """Sample every sampled span's last row, in span order: `[n] int64` on the device."""
-        logits = output.logits
+        logits = output.logits if output.left is None else output.left
         assert logits is not None, "the head's forward returns logits"
         prompt_rows = self._prompt_logprobs(logits)
         rows = sampled_rows(self._plan, self._prompt_lengths())
         if not rows:
-            self._pending = PendingStep(self._plan, prompt_rows=prompt_rows)
+            self._results = partial(PendingStep, self._plan, prompt_rows=prompt_rows)
             return torch.empty(0, dtype=torch.int64, device=logits.device)
         picked = logits
         if len(rows) < len(logits):
             (chosen,) = upload([np.array([row.logit_row for row in rows], np.int64)], logits.device)
-            picked = logits.index_select(0, chosen)
+            picked = pick_rows(logits, chosen)
         masks = [self._requests.take_mask(r.request_id, r.index) for r in rows]
         sampled = self._sampler.sample(picked, [r.slot for r in rows], [r.index for r in rows], masks)
-        self._pending = PendingStep(self._plan, sampled, tuple(rows), prompt_rows, output.depths)
+        self._results = partial(PendingStep, self._plan, sampled, tuple(rows), prompt_rows, output.depths)
         return sampled.tokens
 
     def pending(self) -> PendingStep:
-        """Everything the device computes for this plan, to be read later. Once its forward has been launched."""
-        self._pending.mark(self._sampler.device)
-        return self._pending
+        """Everything the device computes for this plan, to be read later. Once, when its forward has been launched.
+
+        Other ranks get the tokens before the host does: they wait for them.
+        """
+        pending = self._results()
+        pending.mark(self._sampler.device)
+        return pending
 
     def _prompt_lengths(self) -> list[int]:
         """Prompt length of each span's request; one that is over has its row sampled and discarded, at any index."""
         requests = (self._requests.get(owner) for owner in self._plan.owners)
         return [len(r.prompt) if r is not None else 0 for r in requests]
 
-    def _prompt_logprobs(self, logits: torch.Tensor) -> tuple[PromptRows, ...]:
+    def _prompt_logprobs(self, logits: torch.Tensor | LeftLogits) -> tuple[PromptRows, ...]:
         found = []
         for number, (span, first) in enumerate(zip(self._plan.spans, first_wanted(self._plan.spans), strict=True)):
             if span.wanted is not Wanted.ALL:
@@ -69,6 +76,7 @@ class StepSampling:
             targets = request.prompt[span.start + 1 : span.start + span.length + 1]
             if not targets:
                 continue
+            assert isinstance(logits, torch.Tensor), "logits of single rows alone are left where they are"
             rows = logits[first : first + len(targets)]
             (ids,) = upload([np.array(targets, np.int64)], logits.device)
             count = request.sampling.prompt_logprobs

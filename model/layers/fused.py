@@ -11,6 +11,7 @@ from typing import TypedDict
 
 import torch
 
+from kernels.best_triton import best_rows
 from kernels.delta_chunk_triton import delta_pieces
 from kernels.delta_decode_triton import DeltaWeights, delta_decode
 from kernels.delta_plan import DeltaPlan, delta_plan
@@ -28,12 +29,15 @@ from kernels.pairs import Pairs
 from kernels.rms_norm_triton import add_norm_rows, norm_rows, silu_mul
 from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
 from kernels.router_triton import FUSED_ROWS, route_logits, route_rows, router_logits
+from kernels.shards_triton import LeftLogits, shown_shard
+from kernels.start_triton import embed_rows
 from kernels.tuning import Tuning, sums_shape
 from model.batch import ForwardBatch
 from model.fit import attention_fits, delta_fits
 from model.formats import DenseFormat
 from model.layers.attention import Attention
 from model.layers.delta_net import CONV, GatedDeltaNet, H
+from model.layers.head import VocabHead
 from model.layers.linear import Linear
 from model.layers.mlp import Mlp
 from model.layers.moe import Moe
@@ -83,6 +87,22 @@ class FusedOperators:
         self._linear_configs: dict[tuple[int, torch.Size, torch.dtype], FewRowsConfig] = {}
         self._ways: dict[tuple[int, int, int], bool] = {}
         self._turns = torch.zeros(1 << 18, dtype=torch.int32, device=device)
+
+    def embed(self, token_ids: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One launch."""
+        return embed_rows(token_ids, table, pdl=self._pdl)
+
+    def leave(self, head: VocabHead, rows: torch.Tensor, embedding: torch.Tensor, step: Step) -> LeftLogits | None:
+        """The projection, into memory that rank 0 reads, and the best of each row, which rank 0 gets."""
+        memory, place = step.comm.shards, None
+        if step.comm.world > 1:
+            place = None if memory is None else shown_shard(memory, len(rows), head.shard)
+            if place is None:
+                return None
+            step.comm.launched += 1
+        shard = head.project(rows, embedding, None if head.rank == 0 else place)
+        best = best_rows(shard, len(head.vocab), head.vocab.start, memory, pdl=self._pdl)
+        return LeftLogits(best=best, shard=shard, vocab_size=head.vocab_size, memory=memory)
 
     def prepare(self, batch: ForwardBatch, rotary: Rotary, dtype: torch.dtype) -> object:
         """Rotary tables, places in the cache, and for prompt pieces the tiles and chunks of their kernels."""

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from kernels.pairs import Pairs
+    from kernels.shards_triton import LeftLogits
     from model.batch import ForwardBatch
     from model.layers.attention import Attention
     from model.layers.delta_net import GatedDeltaNet
+    from model.layers.head import VocabHead
     from model.layers.linear import Linear
     from model.layers.mlp import Mlp
     from model.layers.moe import Moe
@@ -43,6 +46,14 @@ class Operators(Protocol):
 
     takes_joined: bool
     """Whether `experts` computes a shared expert, too, that lies behind the routed ones (see `Moe`)."""
+
+    def embed(self, token_ids: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `token_ids [T]` of `table`, `[T, hidden]`, twice: a residual, and what it began as."""
+        ...
+
+    def leave(self, head: VocabHead, rows: torch.Tensor, embedding: torch.Tensor, step: Step) -> LeftLogits | None:
+        """The logits of `rows [T, hidden]`, left on their ranks; None where they have to be gathered, the same on all ranks."""
+        ...
 
     def prepare(self, batch: ForwardBatch, rotary: Rotary, dtype: torch.dtype) -> object:
         """What the kernels of all layers need of this batch, computed once a forward; kept in `Step.prepared`."""
@@ -85,6 +96,15 @@ class TorchOperators:
     """The specification, in torch, on any device."""
 
     takes_joined = False
+
+    def embed(self, token_ids: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A look-up and a copy."""
+        x = functional.embedding(token_ids, table)
+        return x, x.clone()
+
+    def leave(self, head: VocabHead, rows: torch.Tensor, embedding: torch.Tensor, step: Step) -> LeftLogits | None:
+        """They are gathered."""
+        return None
 
     def prepare(self, batch: ForwardBatch, rotary: Rotary, dtype: torch.dtype) -> object:
         """Cosines and sines of the rows."""

@@ -111,6 +111,27 @@ def test_bfloat16_is_as_near_to_float32_as_on_the_cpu(
     assert gpu.median() < 1.5 * cpu.median()
 
 
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_devices)])
+@pytest.mark.parametrize(("family", "variant"), [("qwen3_moe", "yarn"), ("llama", "llama3")])
+def test_sampled_tokens_of_graphs_are_those_of_eager_steps(
+    ranks: RankPool, folder_of: Callable[[str, str], Path], family: str, variant: str, world: int
+) -> None:
+    """In graphs logits stay on their ranks, tied heads' too, but for rows that need more than their best."""
+    kinds = [{"temperature": 0.0}, {"temperature": 0.7, "seed": 5, "logprobs": 2}, {"temperature": 0.0, "logprobs": 0}]
+    kinds += [{"temperature": 1.0, "top_p": 0.9, "seed": 7}, {"temperature": 0.0, "frequency_penalty": 1.0}, {"temperature": 0.0}]
+    requests = [
+        {"prompt": prompt(9 + place, seed=place), "max_tokens": NEW_TOKENS + place} | kind for place, kind in enumerate(kinds)
+    ]
+    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 47, "max_model_len": 256, "device": "cuda", "dtype": "float32"}
+    answers = {}
+    for mode in ("eager", "graph"):
+        where = {"folder": str(folder_of(family, variant)), "forward_mode": mode}
+        answers[mode] = ranks.run(world, GENERATE, requests=requests, together=True, deadline=300.0, **where, **sizes)[0]["answers"]
+    for eager, graph in zip(answers["eager"], answers["graph"], strict=True):
+        assert (graph["error"], graph["tokens"]) == (None, eager["tokens"])
+        assert graph["logprobs"] == pytest.approx(eager["logprobs"], abs=1e-4)
+
+
 def test_a_prompt_in_pieces_is_scored_while_nothing_is_sampled(ranks: RankPool, folder_of: Callable[[str, str], Path]) -> None:
     """No sampled token tells that a step is done whose only results are logprobs of its prompt rows."""
     folder, ids = folder_of("qwen3_moe", "yarn"), prompt(200, seed=5)

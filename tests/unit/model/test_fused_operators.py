@@ -42,6 +42,31 @@ def test_kernels_give_the_logits_of_the_reference(checkpoint: Callable[[str, str
         assert relative_error(row, expected[slot][position]) < 1e-4, slot
 
 
+@pytest.mark.parametrize(("family", "variant"), [("mixtral", "window"), ("llama", "llama3")])
+def test_logits_that_are_left_are_those_that_are_gathered(
+    checkpoint: Callable[[str, str], Path], family: str, variant: str
+) -> None:
+    """Tied heads and others. The embeddings that entered the first layer are kept beside."""
+    path = checkpoint(family, variant)
+    tokens = clear_prompt(path, 24)
+    outputs = []
+    for leave in (False, True):
+        ranks = Ranks(path, load=load_fused)
+        ranks.prompt(0, tokens[:2])
+        ranks.prompt(1, tokens[7:10])
+        batch = ranks.batch([Part(1, tokens[10:11]), Part(0, tokens[2:3])], leave_logits=leave, routing=True)
+        outputs += ranks.run(batch)
+    (gathered, left) = outputs
+    assert gathered.logits is not None
+    assert left.logits is None
+    assert left.left is not None
+    assert torch.equal(left.left.pick(torch.tensor([1, 0])), gathered.logits.flip(0))
+    assert left.left.best.tolist() == [[token, 0] for token in gathered.logits.argmax(1).tolist()]
+    assert left.inputs is not None
+    assert gathered.inputs is not None
+    assert torch.equal(left.inputs, gathered.inputs)
+
+
 @pytest.mark.parametrize(("family", "world"), [("qwen3_5", 4), ("qwen3", 4), ("mixtral", 2)])
 def test_kernels_take_the_sizes_of_a_rank_that_has_a_part_of_the_heads(
     checkpoint: Callable[[str, str], Path], family: str, world: int
