@@ -132,7 +132,7 @@ class RequestOutput:
 class LLM:
     """A loaded model: `LLM(folder).generate(prompts, params)`. Keyword arguments are fields of `RuntimeConfig`.
 
-    `warm_seconds` is what the warm-up took on all ranks: connecting, compiling, capturing.
+    `warm_seconds` is what the warm-up took on all ranks: connecting, capturing, a rehearsal.
     """
 
     scheduler_type: ClassVar[type[Scheduler]] = Scheduler

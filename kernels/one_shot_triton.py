@@ -179,7 +179,7 @@ def gather_rows(memory: PeerMemory, shard: torch.Tensor) -> torch.Tensor:
             memory.signals,
             memory.turns,
             memory.abort,
-            rows * width,
+            rows,
             width,
             share,
             CAPACITY=memory.capacity,
@@ -326,7 +326,7 @@ def _wait(
     return stop
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gather_kernel(
     shard,
     out,
@@ -334,7 +334,7 @@ def _gather_kernel(
     signals,
     turns,
     abort,
-    elements,
+    rows,
     width,
     share,
     CAPACITY: tl.constexpr,
@@ -349,7 +349,7 @@ def _gather_kernel(
 ):
     program = tl.program_id(0)
     first = program * share
-    end = tl.minimum(first + share, elements)
+    end = tl.minimum(first + share, rows * width)
     turn = tl.load(turns + program) + 1
     place = (turn & 1).to(tl.int64) * CAPACITY + program * REGION
     dtype: tl.constexpr = shard.dtype.element_ty
@@ -370,7 +370,7 @@ def _gather_kernel(
     tl.store(turns + program, turn)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _one_shot_kernel(
     partial,
     x,

@@ -28,7 +28,7 @@ from model.loading.dummy import fill_norms
 from model.loading.materialise import THREADS, materialise, release, weight_bytes
 from model.loading.sources import DummySource, FileSource
 from model.parallel import ExpertPlacement, Parallel
-from model.pieces import WeightMap
+from model.pieces import Piece, WeightMap
 from model.scratch import StepSize
 from model.spec import ModelSpec
 from model.vision.tower import VisionTower
@@ -105,7 +105,11 @@ class PreparedModel:
     def _fill(self, advance: Callable[[int], object]) -> int:
         if self.manifest is None:
             source = DummySource(self.seed, self.device)
-            fill = fill_norms(self.module, self.weight_map.neutral)
+            norms = fill_norms(self.module, self.weight_map.neutral)
+
+            def fill(name: str, piece: Piece, target: torch.Tensor) -> bool:
+                return norms(name, piece, target) or source.write(piece, target)
+
             return materialise(self.module, self.weight_map, source, device=self.device, threads=1, fill=fill, advance=advance)
         with FileSource(self.folder.path, self.manifest) as files:
             return materialise(self.module, self.weight_map, files, device=self.device, threads=THREADS, advance=advance)

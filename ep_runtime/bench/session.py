@@ -69,6 +69,7 @@ class MeasuredLLM(LLM):
         self.parallel = self._rank.parallel
         self.layout = self._rank.layout
         self.load_report = self._rank.loaded.report
+        self.compile_seconds = self._rank.compile_seconds
         self.vocab_size = self._rank.spec.vocab_size
         self.encoded = self._rank.images
         loaded = self._rank.loaded

@@ -15,7 +15,7 @@ from ep_runtime.bench.served import Served
 from ep_runtime.bench.served_flags import server_flags
 from ep_runtime.bench.session import add_model_arguments, llm_settings, model_folder
 
-PHASES = ("spawn", "import", "prepare", "load", "capture")
+PHASES = ("spawn", "import", "prepare", "load", "compile", "capture")
 COLUMNS = {"way": "way", "ranks": "ranks", **{phase: f"{phase} s" for phase in PHASES}, "ready": "ready s"}
 START_SECONDS = 1800.0
 
@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"{name}, {options.ranks} ranks, load format {load_format}, {options.max_num_seqs} sequences at most")
     print(report.table(rows, COLUMNS))
     print("spawn: until rank 0's Python runs, torchrun included; prepare: device, memory plan and the meeting of the ranks")
+    print("compile: what kernels take longer than weights")
     report.write(options.out, result)
 
 
@@ -57,8 +58,9 @@ def start_offline(options: argparse.Namespace, model: Path, name: str, load_form
     phases = {
         "spawn": seen["began"] - began,
         "import": seen["imported"] - seen["began"],
-        "prepare": seen["ready"] - seen["imported"] - seen["load"] - seen["capture"],
+        "prepare": seen["ready"] - seen["imported"] - seen["load"] - seen["compile"] - seen["capture"],
         "load": seen["load"],
+        "compile": seen["compile"],
         "capture": seen["capture"],
     }
     return {"way": "offline", "ranks": options.ranks, **phases, "ready": seen["ready"] - began}

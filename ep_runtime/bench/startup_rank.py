@@ -22,7 +22,7 @@ def main() -> None:
     with MeasuredLLM(model, **json.loads(settings)) as llm:
         ready = time.perf_counter()
         seen = {"began": began, "imported": imported, "ready": ready}
-        seen |= {"load": llm.load_report.seconds, "capture": llm.warm_seconds}
+        seen |= {"load": llm.load_report.seconds, "compile": llm.compile_seconds, "capture": llm.warm_seconds}
         Path(out).write_text(json.dumps(seen), encoding="utf-8")
 
 

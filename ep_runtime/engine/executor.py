@@ -7,6 +7,7 @@ and runs it. Everything here follows from the frame and from that table, so equa
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,6 +59,9 @@ class EpochCommunicator(Communicator, Protocol):
         """Leave the group; never waits for another rank."""
         ...
 
+
+REHEARSED_ROWS = 64
+"""Of a piece beside a single row."""
 
 RECORDED = ("routing", "inputs", "outputs")
 """What a forward's output has beyond its results when the command asks for it, as sections of a digest."""
@@ -293,16 +297,49 @@ class Executor:
         self._last_tokens[target] = self._last_tokens[command.source]
 
     def _warm(self, command: Warm) -> None:
-        """Connect the communicator before the first request needs it, capture decode steps where they are to be graphs, and compile
-        what a digest launches."""
+        """Connect the communicator before the first request needs it, capture decode steps where they are to be graphs, rehearse
+        the largest step on a GPU, and launch what a digest launches."""
         if not command.buckets:
             return
+        began = time.monotonic()
         self.comm.broadcast(torch.zeros(max(command.buckets), dtype=torch.int64, device=self._device))
         self.comm.feed(self._last_tokens[:1].clone(), torch.zeros(1, dtype=torch.int64, device=self._device), self._last_tokens)
+        self.comm.settle()
+        connected = time.monotonic()
         if self._graphs is not None:
             self._graphs.capture(command.buckets)
+        captured = time.monotonic()
+        if self._device.type == "cuda":
+            self.rehearse()
         recorded = torch.zeros(1, 2, dtype=torch.int32, device=self._device)
         read_sums(self._state.section_sums([0]) | {"": checksum(recorded)}, self.comm)
+        parts = (connected - began, captured - connected, time.monotonic() - captured)
+        log.info("warm: connected in %.2f s, captured in %.2f s, rehearsed in %.2f s", *parts)
+
+    def rehearse(self) -> None:
+        """Run the largest step, and one of single rows beside a piece: libraries load code late, and memory is taken late.
+
+        It is for WARM, when no slot is held. All rows share a block; it and the slots' recurrent states are zero again afterwards.
+        """
+        limits = self.limits
+        longest = min(limits.max_length, limits.max_rows)
+        whole = max(1, min(limits.max_rows // longest, limits.max_slots))
+        for lengths in ([longest] * whole, [1, min(longest, REHEARSED_ROWS)][-limits.max_slots :]):
+            batch = ForwardBatch.from_spans(
+                query_lens=lengths,
+                seq_lens=lengths,
+                slots=range(len(lengths)),
+                block_tables=[[0] * limits.blocks_for(length) for length in lengths],
+                kv_write_from=[0] * len(lengths),
+                wanted_rows=[sum(lengths) - 1],
+                token_ids=torch.zeros(sum(lengths), dtype=torch.int64, device=self._device),
+                block_size=limits.block_size,
+                device=self._device,
+            )
+            self._model.forward(batch, self._state, self.comm)
+            for slot in range(len(lengths)):
+                self._state.zero_slot(slot)
+            self._state.zero_block(0)
 
 
 def _note_blocks(tables: BlockTables, change: Change, slots: SlotTable) -> None:

@@ -131,7 +131,7 @@ class DecodeGraphs:
         inputs = torch.tensor([[IDLE[name]] * rows for name in FIELDS], dtype=torch.int64, device=self._last_tokens.device)
         fixed = FixedRows.of(rows, self._tables.width, inputs.device)
         # Compiles kernels, sizes workspaces and connects ranks, none of which a capture may do.
-        output = self._forward(inputs, fixed)
+        output = self.forward(inputs, fixed)
         if output.left is not None and self._comm.rank == 0:
             output.left.pick(fixed.numbers[:1])
         self._comm.settle()
@@ -140,7 +140,7 @@ class DecodeGraphs:
         launched = self._comm.launched
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                output = self._forward(inputs, fixed)
+                output = self.forward(inputs, fixed)
         except (RuntimeError, ValueError) as error:
             log.warning("a decode step of %d rows cannot be captured: %s", rows, error)
             return None
@@ -148,7 +148,8 @@ class DecodeGraphs:
             collectives, self._comm.launched = self._comm.launched - launched, launched
         return CapturedStep(rows=rows, inputs=inputs, fixed=fixed, graph=graph, output=output, collectives=collectives)
 
-    def _forward(self, inputs: torch.Tensor, fixed: FixedRows) -> ForwardOutput:
+    def forward(self, inputs: torch.Tensor, fixed: FixedRows) -> ForwardOutput:
+        """One decode step of `inputs [6, rows]` int64, as FIELDS."""
         from kernels.start_triton import start_rows
 
         rows = inputs.shape[1]

@@ -49,8 +49,10 @@ class Peers:
         self._signals = torch.zeros(PROGRAMS * SIGNAL_LINE, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2 * PROGRAMS, dtype=torch.int32, device=device)
         self._tables = torch.zeros(2, world, dtype=torch.int64, device=device)
-        self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
-        self._handles = [_handle(tensor) for tensor in (self._buffer, self._signals)]
+        # On the meta device it can be neither pinned nor shown: kernels are compiled for it there, and that is all.
+        real = device.type == "cuda"
+        self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=real)
+        self._handles = [_handle(tensor) for tensor in (self._buffer, self._signals)] if real else []
         self._opened: list[torch.UntypedStorage] = []
         self.memory = PeerMemory(
             rank=rank,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from ep_runtime.config import RuntimeConfig
+from ep_runtime.engine.ahead.start import compiling, job_for
 from ep_runtime.engine.footprint import image_cache_bytes, image_tokens, memory_needs
 from ep_runtime.engine.layout import Layout, Machine, choose_layout
 from ep_runtime.engine.resident import Resident
@@ -36,7 +38,8 @@ class RankModel:
     """A loaded rank: everything that outlives an epoch.
 
     `max_image_tokens` are the rows of images that all slots hold at most, 0 for a model without vision. Encoded `images` are the
-    head's, and nobody's in a model without vision. `layout` is the attention's, with "auto" decided.
+    head's, and nobody's in a model without vision. `layout` is the attention's, with "auto" decided. `compile_seconds` were waited
+    for kernels, once weights were there.
     """
 
     config: RuntimeConfig
@@ -49,6 +52,7 @@ class RankModel:
     folder: FolderFingerprint
     layout: str = "replicated"
     tuning: str = ""
+    compile_seconds: float = 0.0
     max_image_tokens: int = 0
     images: EncodedImages | None = None
     resident: Resident = field(default_factory=Resident)
@@ -59,8 +63,10 @@ class RankModel:
         return self.loaded.spec
 
 
-def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *, local_ranks: int) -> RankModel:
-    """Plan memory, print the plan, then read this rank's weights.
+def load_rank(
+    config: RuntimeConfig, parallel: Parallel, device: torch.device, *, local_ranks: int, ahead: bool = True
+) -> RankModel:
+    """Plan memory, print the plan, then read this rank's weights, and compile a GPU's kernels meanwhile, if `ahead`.
 
     Raises:
         ModelError: the folder is not served, a tensor is at fault, or the plan does not fit; nothing has been read for the last.
@@ -96,17 +102,25 @@ def load_rank(config: RuntimeConfig, parallel: Parallel, device: torch.device, *
     needs = memory_needs(config, prepared, dtype, max_model_len)
     plan = plan_memory(prepared.spec, needs, device_memory(device, local_ranks), config.gpu_memory_utilization)
     log.info("memory plan of rank %d on %s:\n%s", parallel.rank, device, plan.table())
+    job = job_for(config, prepared, needs, plan, layout.name, local_ranks) if ahead else None
+    with compiling(job) as load_kernels:
+        loaded = prepared.load()
+        began = time.monotonic()
+        kernels = load_kernels()
+        waited = time.monotonic() - began
+    log.info("rank %d: weights in %.1f s, %d kernels %.1f s later", parallel.rank, loaded.report.seconds, kernels, waited)
     return RankModel(
         config=config,
         parallel=parallel,
         device=device,
         dtype=dtype,
-        loaded=prepared.load(),
+        loaded=loaded,
         plan=plan,
         max_model_len=max_model_len,
         folder=fingerprint(folder),
         layout=layout.name,
         tuning="" if table is None else table.digest,
+        compile_seconds=waited,
         max_image_tokens=image_tokens(config, prepared.spec, max_model_len),
         images=_image_cache(config, prepared, dtype, max_model_len),
     )

@@ -55,9 +55,10 @@ def image_encoder(rank: RankModel, executor: Executor) -> ImageEncoder | None:
 
 
 def warm_buckets(rank: RankModel) -> list[int]:
-    """Row counts that WARM prepares: powers of two up to the slots."""
-    buckets, rows = [], 1
-    while rows < rank.plan.max_slots:
-        buckets.append(rows)
-        rows *= 2
-    return [*buckets, rank.plan.max_slots]
+    """Row counts that WARM prepares."""
+    return buckets_up_to(rank.plan.max_slots)
+
+
+def buckets_up_to(slots: int) -> list[int]:
+    """Powers of two below the slots, and the slots."""
+    return [*(1 << power for power in range((slots - 1).bit_length())), slots]

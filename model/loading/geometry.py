@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 
@@ -32,6 +33,16 @@ def selected_shape(shape: Sequence[int], index: Index) -> tuple[int, ...]:
     """The shape of `tensor[index]`: integers drop their dimension, slices keep it."""
     ranges = box(shape, index)
     return tuple(len(part) for dim, part in enumerate(ranges) if dim >= len(index) or isinstance(index[dim], slice))
+
+
+def selected_places(piece: Piece) -> tuple[int, tuple[int, ...]]:
+    """Where in its tensor what a piece reads begins, and the steps from element to element in each dimension of `read_shape`."""
+    strides = [prod(piece.shape[dim + 1 :]) for dim in range(len(piece.shape))]
+    ranges = box(piece.shape, piece.source)
+    start = sum(part.start * stride for part, stride in zip(ranges, strides, strict=True))
+    kept = [dim for dim in range(len(ranges)) if dim >= len(piece.source) or isinstance(piece.source[dim], slice)]
+    steps = [ranges[dim].step * strides[dim] for dim in kept]
+    return start, (*steps[:-2], *reversed(steps[-2:])) if piece.transpose else tuple(steps)
 
 
 def read_shape(piece: Piece) -> tuple[int, ...]:

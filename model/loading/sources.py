@@ -15,11 +15,12 @@ import torch
 from safetensors import safe_open
 
 from model.folder import TensorManifest
-from model.loading.geometry import box, selected_shape
+from model.loading.geometry import box, read_shape, selected_places, selected_shape
 from model.pieces import Piece
 
 DUMMY_RANGE = 1e-3
 """Dummy weights are uniform in plus and minus this."""
+SCALE = DUMMY_RANGE / 2**23
 _CHUNK = 1 << 22
 
 
@@ -73,11 +74,23 @@ class DummySource:
 
     def read(self, piece: Piece) -> torch.Tensor:
         """float32, uniform in ±DUMMY_RANGE."""
-        key = int.from_bytes(blake2b(f"{self._seed}/{piece.name}".encode(), digest_size=8).digest(), "little", signed=True)
         strides = [prod(piece.shape[dim + 1 :]) for dim in range(len(piece.shape))]
         steps = [(part, stride) for part, stride in zip(box(piece.shape, piece.source), strides, strict=True)]
         shape = selected_shape(piece.shape, piece.source)
-        return _uniform(steps, key, self._device).reshape(shape)
+        return _uniform(steps, self._key(piece), self._device).reshape(shape)
+
+    def write(self, piece: Piece, target: torch.Tensor) -> bool:
+        """On a GPU, the same values straight into the target, rounded once; False where that is not to be had."""
+        if not target.is_cuda or target.shape != read_shape(piece):
+            return False
+        from kernels.uniform_triton import fill_uniform
+
+        start, strides = selected_places(piece)
+        with torch.cuda.device(target.device):  # a thread has a device of its own
+            return fill_uniform(target, start, strides, self._key(piece), SCALE)
+
+    def _key(self, piece: Piece) -> int:
+        return int.from_bytes(blake2b(f"{self._seed}/{piece.name}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _uniform(dims: list[tuple[range, int]], key: int, device: torch.device) -> torch.Tensor:
@@ -93,7 +106,7 @@ def _uniform(dims: list[tuple[range, int]], key: int, device: torch.device) -> t
         place = (place + key) * -0x61C8864680B583EB
         place = (place ^ (place >> 30)) * -0x40A7B892E31B1A47
         place = (place ^ (place >> 27)) * -0x6B2FB644ECCEEE15
-        values[start : start + step] = (place >> 40).to(torch.float32) * (DUMMY_RANGE / 2**23)
+        values[start : start + step] = (place >> 40).to(torch.float32) * SCALE
     return values
 
 

@@ -54,6 +54,12 @@ class PagedPool:
             for tensor in pair:
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
 
+    def zero(self, block: int) -> None:
+        """As at the start, in every layer."""
+        for pair in self._kv.values():
+            for tensor in pair:
+                tensor[block].zero_()
+
     def checksums(self, length: int, blocks: Sequence[int]) -> list[torch.Tensor]:
         """One int64 scalar a tensor, over the first `length` positions of a sequence that lies in `blocks`."""
         used = -(-length // self.block_size)

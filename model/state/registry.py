@@ -67,6 +67,10 @@ class StateRegistry:
         """A new sequence starts in this slot. Paged entries are addressed by position and need no zeroing."""
         self.recurrents.zero(slot)
 
+    def zero_block(self, block: int) -> None:
+        """The block holds what it held at the start."""
+        self.paged.zero(block)
+
     def copy_slot(self, source: int, target: int) -> None:
         """The target's recurrent states become the source's."""
         self.recurrents.copy(source, target)

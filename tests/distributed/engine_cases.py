@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +13,7 @@ from ep_runtime.scheduler.core import Plan
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from model.state.registry import StateRegistry
-from protocol.commands import BATCH, Alloc, Copy, Decode, Span, Wanted
+from protocol.commands import BATCH, Alloc, Copy, Decode, Span, Wanted, Warm
 from protocol.errors import EpCommandFailed, EpLinkLost
 from protocol.frame import Frame
 from protocol.messages import Abort, Mask, SamplingParams, SequenceUpdate, Submit
@@ -250,6 +251,60 @@ def digest_while_decoding(ctx: RankContext, *, folder: str, prompts: list[list[i
         recorded = sorted(executor._recorded)
         driver.finish()
         return {"compiled": compiled, "eager": eager, "recorded": recorded}
+
+
+def compiled_while_serving(ctx: RankContext, *, folder: str, waves: list[list[dict[str, Any]]], **settings: Any) -> Any:
+    """On GPUs, in a process that knows no kernels before: those that it compiles from ready on, while waves of requests overlap."""
+    import triton
+
+    forget_kernels()
+    compiled: list[str] = []
+    with head_of(ctx, folder, **settings) as driver:
+        triton.knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["fn"].name)
+        try:
+            if driver is not None:
+                for number, wave in enumerate(waves):
+                    for place, request in enumerate(wave):
+                        driver.submit(f"{number}-{place}", **request)
+                    for _ in range(4):
+                        driver.turn()
+                driver.finish()
+                assert all(answer.error is None for answer in driver.answers.values())
+        finally:
+            triton.knobs.runtime.jit_post_compile_hook = None
+    return compiled
+
+
+def generate_rehearsed(ctx: RankContext, *, folder: str, requests: list[dict[str, Any]], **settings: Any) -> Any:
+    """As `generate`, all at once, after a WARM in which every rank rehearses, as on GPUs; and whether a state was left."""
+    left: list[bool] = []
+
+    def arrange(executor: Executor) -> None:
+        warm = executor._warm
+
+        def rehearsing(command: Warm) -> None:
+            warm(command)
+            executor.rehearse()
+            tensors = [*(t for pair in executor._state.paged._kv.values() for t in pair)]
+            tensors += [executor._state.recurrent(spec.layer, spec.name) for spec in executor._state.spec.states]
+            left.extend(bool(tensor.any()) for tensor in tensors)
+
+        executor._warm = rehearsing  # type: ignore[method-assign]
+
+    with head_of(ctx, folder, arrange=arrange, **settings) as driver:
+        if driver is None:
+            return any(left), len(left) > 0
+        answers = _run(driver, requests)
+    return any(left), len(left) > 0, answers
+
+
+def forget_kernels() -> None:
+    """Have Triton compile, or find in its cache, whatever this process launches from now on."""
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("kernels."):
+            for kernel in vars(module).values():
+                if hasattr(kernel, "device_caches"):
+                    kernel.device_caches.clear()
 
 
 def _run(driver: Driver, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -29,6 +29,14 @@ def test_finishing_prefills_beside_decode_rows_sample_their_own_distributions(
     check(folder, requests, result["answers"])
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_a_rehearsal_leaves_nothing_behind(ranks: RankPool, checkpoint: Checkpoint, family: str) -> None:
+    folder, requests = checkpoint(family, "plain"), mixed_requests((4, 30, 90), 6)
+    head, other = ranks.run(2, CASES + "generate_rehearsed", folder=str(folder), requests=requests, **SETTINGS)
+    assert list(head[:2]) == list(other) == [False, True]
+    check(folder, requests, head[2])
+
+
 def test_sampling_does_not_depend_on_company(ranks: RankPool, checkpoint: Checkpoint) -> None:
     folder = checkpoint("mixtral", "plain")
     kinds: list[dict[str, Any]] = [

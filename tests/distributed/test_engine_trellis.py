@@ -54,6 +54,14 @@ def test_tokens_are_the_librarys_and_every_world_gives_the_same_bits(ranks: Rank
             assert (one["tokens"], one["logprobs"]) == (other["tokens"], other["logprobs"])
 
 
+def test_a_rehearsal_leaves_nothing_behind(ranks: RankPool, folder: Path) -> None:
+    case = "tests.distributed.engine_cases:generate_rehearsed"
+    plain = ranks.run(2, GENERATE, folder=str(folder), requests=requests(), together=True, **SETTINGS)[0]["answers"]
+    head, other = ranks.run(2, case, folder=str(folder), requests=requests(), **SETTINGS)
+    assert list(head[:2]) == list(other) == [False, True]
+    assert [answer["tokens"] for answer in head[2]] == [answer["tokens"] for answer in plain]
+
+
 WIDE = {
     "logits": (replace(NANO, context=4096, vocab_size=50_000), STEPS["logits"]),
     "rows": (replace(NANO, context=4096, window=512, d_model=256, mlp_dim=1024, gdn_key_dim=64, gdn_value_dim=64), STEPS["rows"]),

@@ -181,6 +181,22 @@ def test_a_digest_compiles_nothing_and_leaves_its_step_in_the_graph(
     assert found == {"compiled": [], "eager": 0, "recorded": ["inputs", "outputs", "routing"]}
 
 
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_devices)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_serving_compiles_nothing(ranks: RankPool, folder_of: Callable[[str, str], Path], family: str, world: int) -> None:
+    """Prompts of many lengths, whole and in pieces, beside decoding and alone, greedy and drawn, scored and not."""
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "top_p": 0.9}, {"prompt_logprobs": 1}]
+    lengths = [[1], [2, 3], [300, 1, 5, 17], [9], [64, 65, 128, 129, 2], [33], [257, 256, 255], [100, 7, 3, 1, 1, 1]]
+    waves = [
+        [{"prompt": prompt(n, seed=n), "max_tokens": 3 + place, **kinds[(wave + place) % 3]} for place, n in enumerate(each)]
+        for wave, each in enumerate(lengths)
+    ]
+    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 272, "max_model_len": 512, "dtype": "bfloat16"}
+    case = "tests.distributed.engine_cases:compiled_while_serving"
+    where = {"folder": str(folder_of(family, "heads")), "device": "cuda", "forward_mode": "graph", "deadline": 300.0, "ahead": True}
+    assert ranks.run(world, case, waves=waves, **where, **sizes) == [[]] * world
+
+
 def errors(folder: Path, answers: list[dict[str, Any]]) -> torch.Tensor:
     """Absolute differences of the prompts' log-probabilities from transformers' in float32."""
     found = []

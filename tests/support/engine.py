@@ -38,10 +38,11 @@ def read_settings(ctx: RankContext, folder: str, device: str = "cpu", **settings
     return resolve(RuntimeConfig(model=folder, device=device, threads=1, **settings), facts)
 
 
-def load(ctx: RankContext, folder: str, **settings: Any) -> RankModel:
-    """This rank's weights."""
+def load(ctx: RankContext, folder: str, ahead: bool = False, **settings: Any) -> RankModel:
+    """This rank's weights; unless `ahead`, kernels are compiled as they are needed, which for one test are not all."""
     config = read_settings(ctx, folder, **settings)
-    return load_rank(config, Parallel(ctx.rank, ctx.world), pick_device(config.device, ctx.rank), local_ranks=ctx.world)
+    device = pick_device(config.device, ctx.rank)
+    return load_rank(config, Parallel(ctx.rank, ctx.world), device, local_ranks=ctx.world, ahead=ahead)
 
 
 @contextmanager

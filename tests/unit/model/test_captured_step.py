@@ -46,7 +46,7 @@ def test_a_captured_step_is_the_same_step(checkpoint: Callable[[str, str], Path]
     columns = {"given": [tokens[2], 0], "fed": [-1, 1], "position": lengths, "slot": slots, "length": [3, 18], "place": places}
     inputs = torch.tensor([[*columns[name], *[IDLE[name]] * (ROWS - 2)] for name in FIELDS])
     with torch.inference_mode():
-        output = graphs._forward(inputs, FixedRows.of(ROWS, tables.width, torch.device("cpu")))
+        output = graphs.forward(inputs, FixedRows.of(ROWS, tables.width, torch.device("cpu")))
     assert output.left is not None
     assert expected.logits is not None
     got = output.left.upto(2)
