@@ -9,12 +9,15 @@ inputs, so that it also writes those to carry on.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.delta_plan import DeltaPlan
 from kernels.gated_delta import CHUNK
+from kernels.launch import Launch, bind, next_power_of_2
 
 TILE_ROWS = 16
 """Rows of a program; the first one of a span holds every row that sees carried inputs."""
@@ -43,25 +46,26 @@ def conv_pieces(
         raise ValueError(f"a convolution over {taps} rows; at most {TILE_ROWS}")
     count = plan.chunks.shape[0]
     if count:
-        _conv_kernel[(2 * key_heads + value_heads, count, CHUNK // TILE_ROWS)](
-            projected,
-            conv_state,
-            slots,
-            weight,
-            plan.chunks,
-            out,
-            projected.stride(0),
-            KEY_HEADS=key_heads,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            CHANNELS=channels,
-            TAPS=taps,
-            TAPS_POW2=triton.next_power_of_2(taps - 1),
-            SCALE=key_dim**-0.5,
-            ROWS=TILE_ROWS,
-            num_warps=4,
-        )
+        launch = _conv(key_heads, key_dim, value_dim, channels, taps)
+        grid = (2 * key_heads + value_heads, count, CHUNK // TILE_ROWS)
+        launch(grid, projected, conv_state, slots, weight, plan.chunks, out, projected.stride(0))
     return out
+
+
+@cache
+def _conv(key_heads: int, key_dim: int, value_dim: int, channels: int, taps: int) -> Launch:
+    return bind(
+        _conv_kernel,
+        KEY_HEADS=key_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        CHANNELS=channels,
+        TAPS=taps,
+        TAPS_POW2=next_power_of_2(taps - 1),
+        SCALE=key_dim**-0.5,
+        ROWS=TILE_ROWS,
+        num_warps=4,
+    )
 
 
 @triton.jit

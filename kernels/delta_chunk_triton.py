@@ -11,6 +11,7 @@ and one state of the model's dtype for each chunk and head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -20,6 +21,7 @@ from kernels.causal_conv_triton import conv_pieces
 from kernels.delta_decode_triton import DeltaWeights, check_delta
 from kernels.delta_plan import DeltaPlan
 from kernels.gated_delta import CHUNK
+from kernels.launch import Launch, bind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,27 +67,36 @@ def delta_pieces(
     new_values = torch.empty(rows, value_heads, value_dim, dtype=projected.dtype, device=projected.device)
     decay = torch.empty(rows, value_heads, dtype=torch.float32, device=projected.device)
     states = torch.empty(count, value_heads, key_dim, value_dim, dtype=projected.dtype, device=projected.device)
+    stride, grid = projected.stride(0), (value_heads, count, 1)
+    chunk, state, output = _bound(config, key_heads, value_heads, key_dim, value_dim, projected.dtype)
+    chunk(grid, inputs, projected, weights.a_log, weights.dt_bias, plan.chunks, seen_keys, new_values, decay, stride)
+    state(
+        (value_dim // config.tile, value_heads, plan.spans.shape[0]),
+        inputs, plan.chunks, plan.spans, slots, seen_keys, new_values, decay, h, states,
+    )  # fmt: skip
+    output(grid, inputs, projected, plan.chunks, new_values, decay, states, weights.norm, out, stride, weights.eps)
+    return out
+
+
+@cache
+def _bound(
+    config: DeltaChunkConfig, key_heads: int, value_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> tuple[Launch, Launch, Launch]:
+    """The three kernels, in their order."""
     shape = {
         "KEY_HEADS": key_heads,
         "VALUE_HEADS": value_heads,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "ROWS": CHUNK,
-        "PRECISION": "tf32x3" if projected.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
     }
-    _chunk_kernel[(value_heads, count)](
-        inputs, projected, weights.a_log, weights.dt_bias, plan.chunks, seen_keys, new_values, decay, projected.stride(0),
-        **shape, num_warps=config.chunk_warps,
-    )  # fmt: skip
-    _state_kernel[(value_dim // config.tile, value_heads, plan.spans.shape[0])](
-        inputs, plan.chunks, plan.spans, slots, seen_keys, new_values, decay, h, states,
-        **shape, TILE=config.tile, num_warps=config.state_warps, num_stages=config.state_stages,
-    )  # fmt: skip
-    _output_kernel[(value_heads, count)](
-        inputs, projected, plan.chunks, new_values, decay, states, weights.norm, out, projected.stride(0), weights.eps,
-        **shape, num_warps=config.output_warps,
-    )  # fmt: skip
-    return out
+    state = {"TILE": config.tile, "num_warps": config.state_warps, "num_stages": config.state_stages}
+    return (
+        bind(_chunk_kernel, **shape, num_warps=config.chunk_warps),
+        bind(_state_kernel, **shape, **state),
+        bind(_output_kernel, **shape, num_warps=config.output_warps),
+    )
 
 
 @triton.jit

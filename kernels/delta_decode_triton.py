@@ -12,11 +12,14 @@ outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from kernels.launch import Launch, bind, next_power_of_2
 
 
 class DeltaWeights(NamedTuple):
@@ -76,7 +79,8 @@ def delta_decode(
         return out
     config = config or default_delta_decode_config(value_dim)
     scratch = torch.empty(count, width, dtype=torch.float32, device=projected.device)
-    _delta_decode_kernel[(value_dim // config.tile, value_heads, count)](
+    _bound(config, key_heads, value_heads, key_dim, value_dim, channels, weights.conv.shape[1], pdl)(
+        (value_dim // config.tile, value_heads, count),
         projected,
         conv_state,
         h,
@@ -91,21 +95,37 @@ def delta_decode(
         out,
         projected.stride(0),
         weights.eps,
+    )
+    return out
+
+
+@cache
+def _bound(
+    config: DeltaDecodeConfig,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    channels: int,
+    taps: int,
+    pdl: bool,
+) -> Launch:
+    return bind(
+        _delta_decode_kernel,
         KEY_HEADS=key_heads,
         VALUE_HEADS=value_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         CHANNELS=channels,
-        TAPS=weights.conv.shape[1],
-        TAPS_POW2=triton.next_power_of_2(weights.conv.shape[1] - 1),
+        TAPS=taps,
+        TAPS_POW2=next_power_of_2(taps - 1),
         SCALE=key_dim**-0.5,
         TILE=config.tile,
-        GROUP_POW2=triton.next_power_of_2(value_heads // key_heads),
+        GROUP_POW2=next_power_of_2(value_heads // key_heads),
         PDL=pdl,
         num_warps=config.warps,
         launch_pdl=pdl,
     )
-    return out
 
 
 def check_delta(projected: torch.Tensor, conv_state: torch.Tensor, h: torch.Tensor, weights: DeltaWeights, key_heads: int) -> None:
@@ -119,7 +139,7 @@ def check_delta(projected: torch.Tensor, conv_state: torch.Tensor, h: torch.Tens
         )
     if conv_state.shape[1:] != (channels, taps - 1) or weights.conv.shape[0] != channels:
         raise ValueError(f"a convolution state {tuple(conv_state.shape)} for {channels} channels and {taps} taps")
-    if any(size != triton.next_power_of_2(size) for size in (key_dim, value_dim)) or h.dtype != torch.float32:
+    if any(size != next_power_of_2(size) for size in (key_dim, value_dim)) or h.dtype != torch.float32:
         raise ValueError(f"states of {key_dim} x {value_dim} {h.dtype}; sizes are powers of two, of float32")
     if projected.stride(1) != 1 or not all(x.is_contiguous() for x in (conv_state, h, weights.conv, weights.norm)):
         raise ValueError("pools, weights and rows must be contiguous")

@@ -9,6 +9,7 @@ the blocks that exist end at once. Products accumulate in float32.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.experts_config import Tile
 from kernels.grouping import Groups, block_of
+from kernels.launch import Launch, bind, cdiv, next_power_of_2
 from kernels.pairs import Pairs
 
 COMBINE_COLUMNS = 1024
@@ -27,7 +29,8 @@ def gate_up_grouped(x: torch.Tensor, gate_up: torch.Tensor, groups: Groups, top_
     """Units `silu(gate x) * (up x)` `[P, I]` in x's dtype, in the order of `groups`; rows past its pairs are unwritten."""
     hidden, units = x.shape[1], gate_up.shape[1] // 2
     out = torch.empty(groups.pairs, units, dtype=x.dtype, device=x.device)
-    _gate_up_kernel[(groups.most_blocks * triton.cdiv(units, tile.block_n),)](
+    _gate_up(tile, x.dtype, hidden, pdl)(
+        (groups.most_blocks * cdiv(units, tile.block_n), 1, 1),
         x,
         _weights(gate_up, tile),
         out,
@@ -37,7 +40,6 @@ def gate_up_grouped(x: torch.Tensor, gate_up: torch.Tensor, groups: Groups, top_
         top_k,
         hidden,
         units,
-        **_options(tile, x.dtype, hidden, pdl),
     )
     return out
 
@@ -48,7 +50,8 @@ def down_grouped(
     """`[P, H]` in units' dtype: each pair's product times its weight, at the pair's own number; foreign pairs are unwritten."""
     hidden, width = down.shape[1:]
     out = torch.empty(groups.pairs, hidden, dtype=units.dtype, device=units.device)
-    _down_kernel[(groups.most_blocks * triton.cdiv(hidden, tile.block_n),)](
+    _down(tile, units.dtype, width, pdl)(
+        (groups.most_blocks * cdiv(hidden, tile.block_n), 1, 1),
         units,
         weights,
         _weights(down, tile),
@@ -58,7 +61,6 @@ def down_grouped(
         groups.most_blocks,
         hidden,
         width,
-        **_options(tile, units.dtype, width, pdl),
     )
     return out
 
@@ -66,19 +68,14 @@ def down_grouped(
 def combine(pairs: torch.Tensor, experts: torch.Tensor, local: torch.Tensor, out: torch.Tensor, *, pdl: bool) -> None:
     """Sum `pairs [P, H]` over each row's choices, in their order and in float32, into out `[T, H]`; foreign pairs are left out."""
     rows, top_k = experts.shape
-    columns = min(COMBINE_COLUMNS, triton.next_power_of_2(out.shape[1]))
-    _combine_kernel[(rows, triton.cdiv(out.shape[1], columns))](
-        pairs,
-        experts,
-        local,
-        out,
-        out.shape[1],
-        TOP_K=top_k,
-        COLUMNS=columns,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+    hidden = out.shape[1]
+    columns = min(COMBINE_COLUMNS, next_power_of_2(hidden))
+    _combine(top_k, columns, pdl)((rows, cdiv(hidden, columns), 1), pairs, experts, local, out, hidden)
+
+
+@cache
+def _combine(top_k: int, columns: int, pdl: bool) -> Launch:
+    return bind(_combine_kernel, TOP_K=top_k, COLUMNS=columns, PDL=pdl, num_warps=4, launch_pdl=pdl)
 
 
 def sum_pairs(pairs: Pairs, *, pdl: bool = False) -> torch.Tensor:
@@ -92,6 +89,16 @@ def _weights(weights: torch.Tensor, tile: Tile) -> Any:
     if not tile.descriptors:
         return weights
     return TensorDescriptor.from_tensor(weights.view(-1, weights.shape[-1]), [tile.block_n, tile.block_k])
+
+
+@cache
+def _gate_up(tile: Tile, dtype: torch.dtype, depth: int, pdl: bool) -> Launch:
+    return bind(_gate_up_kernel, **_options(tile, dtype, depth, pdl))
+
+
+@cache
+def _down(tile: Tile, dtype: torch.dtype, depth: int, pdl: bool) -> Launch:
+    return bind(_down_kernel, **_options(tile, dtype, depth, pdl))
 
 
 def _options(tile: Tile, dtype: torch.dtype, depth: int, pdl: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.experts_config import Tile
 from kernels.grouping import Groups, block_of
+from kernels.launch import Launch, bind, cdiv
 
 
 def gate_up_persistent(
@@ -30,7 +31,8 @@ def gate_up_persistent(
     hidden, units = x.shape[1], gate_up.shape[1] // 2
     out = torch.empty(groups.pairs, units, dtype=x.dtype, device=x.device)
     weights = gate_up.view(groups.held, 2, units, hidden)
-    _gate_up_kernel[_grid(x.device, tile, groups, units)](
+    _gate_up(tile, x.dtype, hidden, pdl)(
+        _grid(x.device, tile, groups, units),
         x,
         TensorDescriptor.from_tensor(weights, [1, 2, tile.block_n, tile.block_k]),
         out,
@@ -40,7 +42,6 @@ def gate_up_persistent(
         top_k,
         hidden,
         units,
-        **_options(tile, x.dtype, hidden, pdl),
     )
     return out
 
@@ -51,7 +52,8 @@ def down_persistent(
     """As `down_grouped`. Rows of `units` and `down` are multiples of 16 bytes."""
     hidden, width = down.shape[1:]
     out = torch.empty(groups.pairs, hidden, dtype=units.dtype, device=units.device)
-    _down_kernel[_grid(units.device, tile, groups, hidden)](
+    _down(tile, units.dtype, width, pdl)(
+        _grid(units.device, tile, groups, hidden),
         TensorDescriptor.from_tensor(units, [tile.block_m, tile.block_k]),
         weights,
         TensorDescriptor.from_tensor(down, [1, tile.block_n, tile.block_k]),
@@ -60,14 +62,13 @@ def down_persistent(
         groups.held,
         groups.most_blocks,
         hidden,
-        **_options(tile, units.dtype, width, pdl),
     )
     return out
 
 
-def _grid(device: torch.device, tile: Tile, groups: Groups, outputs: int) -> tuple[int]:
+def _grid(device: torch.device, tile: Tile, groups: Groups, outputs: int) -> tuple[int, int, int]:
     """No more programs than run at once, or than there may be tiles."""
-    return (min(tile.persistent * _multiprocessors(device), groups.most_blocks * triton.cdiv(outputs, tile.block_n)),)
+    return min(tile.persistent * _multiprocessors(device), groups.most_blocks * cdiv(outputs, tile.block_n)), 1, 1
 
 
 @cache
@@ -76,9 +77,19 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+@cache
+def _gate_up(tile: Tile, dtype: torch.dtype, depth: int, pdl: bool) -> Launch:
+    return bind(_gate_up_kernel, **_options(tile, dtype, depth, pdl))
+
+
+@cache
+def _down(tile: Tile, dtype: torch.dtype, depth: int, pdl: bool) -> Launch:
+    return bind(_down_kernel, **_options(tile, dtype, depth, pdl))
+
+
 def _options(tile: Tile, dtype: torch.dtype, depth: int, pdl: bool) -> dict[str, Any]:
     return {
-        "STEPS": triton.cdiv(depth, tile.block_k),
+        "STEPS": cdiv(depth, tile.block_k),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,

@@ -11,6 +11,7 @@ block. An expert with c pairs has `ceil(c / M)` blocks; experts without pairs ha
 | B, B, B | each block's expert, first place in `pairs`, and rows (1 to M), for at most B blocks |
 | P | pairs, those of one expert next to each other, in no fixed order |
 | P | each pair's rank among its expert's pairs, or among those that one of its counters counted |
+| COUNTERS, E | of many pairs, where those of each counter start |
 
 The order of one expert's pairs may differ from run to run. No result depends on it: a pair's product does not depend on the rows
 beside it, and sums over a row's choices are taken in the order of choices.
@@ -22,10 +23,13 @@ beside it, and sums over a row's choices are taken in the order of choices.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+
+from kernels.launch import Launch, bind, cdiv, next_power_of_2
 
 SINGLE_PAIRS = 4096
 """Up to this many pairs one program groups them; more are counted and placed by two kernels of many programs."""
@@ -56,26 +60,43 @@ def most_blocks(pairs: int, held: int, block_rows: int) -> int:
 def empty_groups(pairs: int, held: int, block_rows: int, device: torch.device) -> Groups:
     """Groups whose buffer a kernel has yet to fill."""
     blocks = most_blocks(pairs, held, block_rows)
-    meta = torch.empty(1 + 2 * held + 3 * blocks + 2 * pairs, dtype=torch.int32, device=device)
+    counters = COUNTERS * held if pairs > SINGLE_PAIRS else 0
+    meta = torch.empty(1 + 2 * held + 3 * blocks + 2 * pairs + counters, dtype=torch.int32, device=device)
     return Groups(meta, held, pairs, block_rows, blocks)
 
 
-def group_pairs(experts: torch.Tensor, local: torch.Tensor, held: int, block_rows: int) -> Groups:
-    """Group the pairs of `experts [T, k]`; `local [num_experts]`: an expert's index here, or -1 (its pairs are left out)."""
+def group_pairs(
+    experts: torch.Tensor, local: torch.Tensor, held: int, block_rows: int, turns: torch.Tensor | None = None
+) -> Groups:
+    """Group the pairs of `experts [T, k]`; `local [num_experts]`: an expert's index here, or -1 (its pairs are left out).
+
+    `turns`, int32, 1 + COUNTERS * held, is zero before and after, and saves a launch; launches that share it must not overlap.
+    """
     pairs = experts.numel()
     groups = empty_groups(pairs, held, block_rows, experts.device)
-    wide = {"HELD_POW2": triton.next_power_of_2(held), "BLOCK_ROWS": block_rows}
     if pairs <= SINGLE_PAIRS:
-        size = max(16, triton.next_power_of_2(pairs))
-        warps = min(16, max(4, size // 128))
-        _group_kernel[(1,)](experts, local, groups.meta, pairs, held, groups.most_blocks, SIZE=size, **wide, num_warps=warps)
+        launch = _single(max(16, next_power_of_2(pairs)), held, block_rows)
+        launch((1, 1, 1), experts, local, groups.meta, pairs, held, groups.most_blocks)
         return groups
-    counters = torch.zeros(2, COUNTERS, held, dtype=torch.int32, device=experts.device)
-    grid = (triton.cdiv(pairs, CHUNK),)
-    of = {"SIZE": CHUNK, "COUNTERS": COUNTERS, "num_warps": 8}
-    _count_kernel[grid](experts, local, groups.meta, counters, pairs, held, groups.most_blocks, **of)
-    _place_kernel[grid](experts, local, groups.meta, counters, pairs, held, groups.most_blocks, **wide, **of)
+    if turns is None:
+        turns = torch.zeros(1 + COUNTERS * held, dtype=torch.int32, device=experts.device)
+    grid = (cdiv(pairs, CHUNK), 1, 1)
+    count, place = _many(held, block_rows)
+    count(grid, experts, local, groups.meta, turns, pairs, held, groups.most_blocks)
+    place(grid, experts, local, groups.meta, turns, pairs, held, groups.most_blocks)
     return groups
+
+
+@cache
+def _single(size: int, held: int, block_rows: int) -> Launch:
+    warps = min(16, max(4, size // 128))
+    return bind(_group_kernel, SIZE=size, HELD_POW2=next_power_of_2(held), BLOCK_ROWS=block_rows, num_warps=warps)
+
+
+@cache
+def _many(held: int, block_rows: int) -> tuple[Launch, Launch]:
+    of = {"SIZE": CHUNK, "COUNTERS": COUNTERS, "num_warps": 8}
+    return bind(_count_kernel, **of), bind(_place_kernel, HELD_POW2=next_power_of_2(held), BLOCK_ROWS=block_rows, **of)
 
 
 @triton.jit
@@ -145,10 +166,10 @@ def _group_kernel(
 
 
 @triton.jit(do_not_specialize=["pairs", "held", "most_blocks"])
-def _count_kernel(experts, local, meta, counters, pairs, held, most_blocks, SIZE: tl.constexpr, COUNTERS: tl.constexpr):
+def _count_kernel(experts, local, meta, turns, pairs, held, most_blocks, SIZE: tl.constexpr, COUNTERS: tl.constexpr):
     """Each pair's rank among those that its program's counters have counted."""
     pair = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    expert, rank = _count(experts, local, counters + tl.program_id(0) % COUNTERS * held, pair, pairs)
+    expert, rank = _count(experts, local, turns + 1 + tl.program_id(0) % COUNTERS * held, pair, pairs)
     ranks = meta + 1 + 2 * held + 3 * most_blocks + pairs
     tl.store(ranks + pair, rank, mask=expert >= 0)
 
@@ -158,7 +179,7 @@ def _place_kernel(
     experts,
     local,
     meta,
-    counters,
+    turns,
     pairs,
     held,
     most_blocks,
@@ -167,7 +188,7 @@ def _place_kernel(
     HELD_POW2: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Programs that store to the same place store the same. The second half of `counters` takes where each one's pairs start."""
+    """Programs that store to the same place store the same. The last one leaves zeros where programs have counted."""
     pair = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     chosen = tl.load(experts + pair, mask=pair < pairs, other=0)
     expert = tl.load(local + chosen, mask=pair < pairs, other=-1).to(tl.int32)
@@ -175,10 +196,11 @@ def _place_kernel(
     rank = tl.load(listed + pairs + pair, mask=expert >= 0, other=0)
     mine, held_at, counter = tl.program_id(0) % COUNTERS, tl.arange(0, HELD_POW2), tl.arange(0, COUNTERS)
     live = held_at < held
-    each = tl.load(counters + counter[:, None] * held + held_at[None, :], mask=live[None, :], other=0)
+    counted = turns + 1 + counter[:, None] * held + held_at[None, :]
+    each = tl.load(counted, mask=live[None, :], other=0, cache_modifier=".cg")
     counts, before = tl.sum(each, 0), tl.sum(tl.where((counter < mine)[:, None], each, 0), 0)
     starts = tl.cumsum(counts, 0) - counts
-    own = counters + (COUNTERS + mine) * held
+    own = listed + 2 * pairs + mine * held
     tl.store(own + held_at, starts + before, mask=live)
     if tl.program_id(0) == 0:
         tl.store(meta + 1 + held_at, counts, mask=live)
@@ -187,3 +209,6 @@ def _place_kernel(
     tl.debug_barrier()
     start = tl.load(own + expert, mask=expert >= 0, other=0, cache_modifier=".cg")
     tl.store(listed + start + rank, pair, mask=expert >= 0)
+    if tl.atomic_add(turns, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(turns, 0)
+        tl.store(counted, tl.zeros([COUNTERS, HELD_POW2], tl.int32), mask=live[None, :])

@@ -26,13 +26,15 @@ writes, in every call. Addresses come from device tables, so that graphs can out
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.experts_grouped import sum_pairs
+from kernels.launch import Launch, bind, cdiv, next_power_of_2
 from kernels.one_shot_words_triton import look, one_shot_words_kernel
 from kernels.pairs import Pairs
 
@@ -172,7 +174,7 @@ def gather_rows(memory: PeerMemory, shard: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows if memory.rank == 0 else 0, memory.world * width, dtype=torch.float32, device=shard.device)
     if rows:
         share = _gather_share(rows * width, memory.programs)
-        _gather_kernel[(triton.cdiv(rows * width, share),)](
+        _gather_kernel[(cdiv(rows * width, share),)](
             shard,
             out,
             memory.buffers,
@@ -198,12 +200,12 @@ def gather_rows(memory: PeerMemory, shard: torch.Tensor) -> torch.Tensor:
 
 def _gather_share(elements: int, programs: int) -> int:
     """Elements of one program: whole blocks, at most so many programs."""
-    return triton.cdiv(elements, programs * GATHER_BLOCK) * GATHER_BLOCK
+    return cdiv(elements, programs * GATHER_BLOCK) * GATHER_BLOCK
 
 
 def _registers(programs: int, warps: int) -> int:
     """Most registers of a thread with which all programs run at once; they are given out eight at a time."""
-    return REGISTERS // (triton.cdiv(programs, MULTIPROCESSORS) * warps * 32) // 8 * 8
+    return REGISTERS // (cdiv(programs, MULTIPROCESSORS) * warps * 32) // 8 * 8
 
 
 def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps, zero_centered, pdl) -> None:
@@ -218,15 +220,14 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
         return
     added = (x, shared, shared_gate, weight, normed, total)
     strides = (0 if shared is None else shared.stride(0), 0 if shared_gate is None else shared_gate.stride(0))
-    flags = {"ADD": x is not None, "SHARED": shared is not None, "ZERO_CENTERED": zero_centered}
-    flags |= {"RANK": memory.rank, "WORLD": memory.world, "SPINS": memory.waiting.spins, "READER": memory.waiting.reader}
+    flags = (memory.rank, memory.world, memory.waiting, x is not None, shared is not None, zero_centered)
     if memory.in_words(rows, width, dtype):
         _launch_words(memory, partial, rows, width, added, strides, eps, flags, pdl)
         return
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     tile = max(1, TILE_BYTES // (block * dtype.itemsize))
-    most = triton.cdiv(triton.cdiv(memory.share // width, tile), memory.programs)
-    _one_shot_kernel[(min(triton.cdiv(rows, tile), memory.programs),)](
+    _tiles(memory.capacity, memory.share, memory.programs, memory.line, width, tile, *flags)(
+        (min(cdiv(rows, tile), memory.programs), 1, 1),
         partial if pairs is None else sum_pairs(pairs),
         *added,
         memory.buffers,
@@ -237,24 +238,50 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
         width,
         *strides,
         eps,
-        CAPACITY=memory.capacity,
-        PROGRAMS=memory.programs,
-        TILES=triton.next_power_of_2(most + 1),
-        ROWS=tile,
-        BLOCK=block,
-        SHARE=memory.share,
-        LINE=memory.line,
-        PAUSE=memory.waiting.pause_ns,
-        **flags,
-        num_warps=TILE_WARPS,
-        maxnreg=_registers(memory.programs, TILE_WARPS),
     )
+
+
+@cache
+def _tiles(
+    capacity: int,
+    share: int,
+    programs: int,
+    line: int,
+    width: int,
+    tile: int,
+    rank: int,
+    world: int,
+    waiting: Waiting,
+    add: bool,
+    shared: bool,
+    zero_centered: bool,
+) -> Launch:
+    most = cdiv(cdiv(share // width, tile), programs)
+    return bind(
+        _one_shot_kernel,
+        CAPACITY=capacity,
+        PROGRAMS=programs,
+        TILES=next_power_of_2(most + 1),
+        ROWS=tile,
+        BLOCK=next_power_of_2(width),
+        SHARE=share,
+        LINE=line,
+        PAUSE=waiting.pause_ns,
+        **_flags(rank, world, waiting, add, shared, zero_centered),
+        num_warps=TILE_WARPS,
+        maxnreg=_registers(programs, TILE_WARPS),
+    )
+
+
+def _flags(rank: int, world: int, waiting: Waiting, add: bool, shared: bool, zero_centered: bool) -> dict[str, Any]:
+    flags = {"RANK": rank, "WORLD": world, "SPINS": waiting.spins, "READER": waiting.reader}
+    return flags | {"ADD": add, "SHARED": shared, "ZERO_CENTERED": zero_centered}
 
 
 def _launch_words(memory, partial, rows, width, added, strides, eps, flags, pdl) -> None:
     pairs = partial if isinstance(partial, Pairs) else None
-    block = triton.next_power_of_2(width // 2)
-    one_shot_words_kernel[(rows,)](
+    _words(memory.words_at, memory.slot, width, 0 if pairs is None else pairs.top_k, pdl, *flags)(
+        (rows, 1, 1),
         partial if pairs is None else pairs.value,
         None if pairs is None else pairs.experts,
         None if pairs is None else pairs.local,
@@ -265,12 +292,32 @@ def _launch_words(memory, partial, rows, width, added, strides, eps, flags, pdl)
         width // 2,
         *strides,
         eps,
-        WORDS_AT=memory.words_at,
-        SLOT=memory.slot,
+    )
+
+
+@cache
+def _words(
+    words_at: int,
+    slot: int,
+    width: int,
+    top_k: int,
+    pdl: bool,
+    rank: int,
+    world: int,
+    waiting: Waiting,
+    add: bool,
+    shared: bool,
+    zero_centered: bool,
+) -> Launch:
+    block = next_power_of_2(width // 2)
+    return bind(
+        one_shot_words_kernel,
+        WORDS_AT=words_at,
+        SLOT=slot,
         BLOCK=block,
-        TOP_K=0 if pairs is None else pairs.top_k,
+        TOP_K=top_k,
         PDL=pdl,
-        **flags,
+        **_flags(rank, world, waiting, add, shared, zero_centered),
         num_warps=min(WORD_WARPS, max(1, block // 64)),
         maxnreg=_registers(WORD_ROWS, WORD_WARPS),
         launch_pdl=pdl,

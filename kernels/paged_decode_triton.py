@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from kernels.launch import Launch, bind, next_power_of_2
 
 MOST_ROWS = 16
 """Most new rows of one sequence."""
@@ -79,25 +83,17 @@ def paged_decode(
     config = config or default_decode_config(count, kv_heads, head_dim, max_seq, q.dtype)
     if turns is not None and turns.numel() < count * kv_heads:
         raise ValueError(f"{turns.numel()} turns for {count} spans of {kv_heads} heads")
-    group = heads // kv_heads
-    packed = max(16, triton.next_power_of_2(group * max_rows))
+    packed = _packed(heads, kv_heads, max_rows)
     splits = config.splits
     partial = stats = None
     if splits > 1:
         partial = torch.empty(count, kv_heads, splits, packed, head_dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(count, kv_heads, 2, splits, packed, dtype=torch.float32, device=q.device)
-    shape = {
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
-        "HEAD_DIM": head_dim,
-        "MAX_ROWS": max_rows,
-        "PACKED": packed,
-        "TILE": config.tile,
-        "WINDOW": window or 0,
-    }
     gate_stride = 0 if gate is None else gate.stride(0)
     combined = splits == 1 or turns is not None
-    _decode_kernel[(splits, kv_heads, count)](
+    shape = (config.tile, heads, kv_heads, head_dim, max_rows, window)
+    _decode(config.warps, config.stages, splits > 1, combined, block_size, q.dtype, *shape)(
+        (splits, kv_heads, count),
         q,
         k_cache,
         v_cache,
@@ -114,30 +110,44 @@ def paged_decode(
         gate_stride,
         splits,
         math.log2(math.e) / math.sqrt(head_dim),
-        SPLIT=splits > 1,
-        BLOCK_SIZE=block_size,
-        IN_TURN=combined,
-        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
-        **shape,
-        num_warps=config.warps,
-        num_stages=config.stages,
     )
     if not combined:
-        _combine_kernel[(group * max_rows, kv_heads, count)](
-            seq_lens,
-            query_start,
-            spans,
-            gate,
-            out,
-            partial,
-            stats,
-            gate_stride,
-            splits,
-            SPLITS_POW2=triton.next_power_of_2(splits),
-            **shape,
-            num_warps=min(4, max(1, triton.next_power_of_2(splits) * head_dim // 1024)),
-        )
+        grid = (heads // kv_heads * max_rows, kv_heads, count)
+        launch = _combine(next_power_of_2(splits), *shape)
+        launch(grid, seq_lens, query_start, spans, gate, out, partial, stats, gate_stride, splits)
     return out
+
+
+def _packed(heads: int, kv_heads: int, max_rows: int) -> int:
+    """(head, row) pairs of a program, no less than a matrix product takes."""
+    return max(16, next_power_of_2(heads // kv_heads * max_rows))
+
+
+def _shape(tile: int, heads: int, kv_heads: int, head_dim: int, max_rows: int, window: int | None) -> dict[str, int]:
+    packed = _packed(heads, kv_heads, max_rows)
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "MAX_ROWS": max_rows}
+    return sizes | {"PACKED": packed, "TILE": tile, "WINDOW": window or 0}
+
+
+@cache
+def _decode(warps: int, stages: int, split: bool, combined: bool, block_size: int, dtype: torch.dtype, *shape: Any) -> Launch:
+    return bind(
+        _decode_kernel,
+        SPLIT=split,
+        BLOCK_SIZE=block_size,
+        IN_TURN=combined,
+        PRECISION="tf32x3" if dtype == torch.float32 else "tf32",
+        **_shape(*shape),
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+@cache
+def _combine(splits_pow2: int, *shape: Any) -> Launch:
+    *_, head_dim, _, _ = shape
+    warps = min(4, max(1, splits_pow2 * head_dim // 1024))
+    return bind(_combine_kernel, SPLITS_POW2=splits_pow2, **_shape(*shape), num_warps=warps)
 
 
 def check_attention(
@@ -155,7 +165,7 @@ def check_attention(
 def check_caches(heads: int, head_dim: int, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor) -> None:
     """Raise ValueError for caches `[N, P, kv_heads, head_dim]` and tables that the attention kernels do not take."""
     _, block_size, kv_heads, cached = k_cache.shape
-    if head_dim != triton.next_power_of_2(head_dim) or head_dim < 16 or cached != head_dim or heads % kv_heads:
+    if head_dim != next_power_of_2(head_dim) or head_dim < 16 or cached != head_dim or heads % kv_heads:
         raise ValueError(f"{heads} heads of {head_dim} over {kv_heads} of {cached}; sizes are powers of two from 16")
     if block_size % 16 or k_cache.shape != v_cache.shape:
         raise ValueError(f"blocks of {block_size} positions, caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")

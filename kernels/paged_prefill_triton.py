@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from kernels.launch import Launch, bind, next_power_of_2
 from kernels.paged_decode_triton import check_attention
 
 
@@ -36,9 +38,10 @@ class PrefillConfig:
 
     def tile_rows(self, group: int) -> int:
         """Rows of a program, for `group` query heads a key/value head."""
-        return max(1, self.packed // triton.next_power_of_2(group))
+        return max(1, self.packed // next_power_of_2(group))
 
 
+@cache
 def default_prefill_config(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> PrefillConfig:
     """Two programs a multiprocessor, so that one takes its softmax while the other multiplies; one where heads are wide.
 
@@ -92,9 +95,8 @@ def paged_prefill(
     if tiles.shape[0] == 0:
         return out
     config = config or default_prefill_config(head_dim, q.dtype)
-    group = heads // kv_heads
-    limit = {} if config.registers is None else {"maxnreg": config.registers}
-    _prefill_kernel[(tiles.shape[0] * kv_heads,)](
+    _prefill(config, heads, kv_heads, head_dim, block_size, window, q.dtype)(
+        (tiles.shape[0] * kv_heads, 1, 1),
         q,
         k_cache,
         v_cache,
@@ -107,20 +109,31 @@ def paged_prefill(
         block_tables.stride(0),
         0 if gate is None else gate.stride(0),
         math.log2(math.e) / math.sqrt(head_dim),
+    )
+    return out
+
+
+@cache
+def _prefill(
+    config: PrefillConfig, heads: int, kv_heads: int, head_dim: int, block_size: int, window: int | None, dtype: torch.dtype
+) -> Launch:
+    group = heads // kv_heads
+    limit = {} if config.registers is None else {"maxnreg": config.registers}
+    return bind(
+        _prefill_kernel,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         ROWS=config.tile_rows(group),
-        GROUP_POW2=triton.next_power_of_2(group),
+        GROUP_POW2=next_power_of_2(group),
         TILE=config.tile,
         WINDOW=window or 0,
-        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,
         **limit,
     )
-    return out
 
 
 @triton.jit

@@ -8,10 +8,13 @@ The same functions as `kernels.rms_norm`, which is the specification, in float32
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels.launch import Launch, bind, cdiv, next_power_of_2
 from kernels.pairs import Pairs
 from kernels.pairs_triton import held_choices, sum_choices
 
@@ -51,10 +54,8 @@ def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
     width = twice // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        block = min(1024, triton.next_power_of_2(width))
-        _silu_mul_kernel[(rows, triton.cdiv(width, block))](
-            gate_up, out, gate_up.stride(0), width, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
-        )
+        block = min(1024, next_power_of_2(width))
+        _silu_mul(block, pdl)((rows, cdiv(width, block), 1), gate_up, out, gate_up.stride(0), width)
     return out
 
 
@@ -83,8 +84,9 @@ def _launch(
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    block = triton.next_power_of_2(width)
-    _norm_kernel[(rows,)](
+    top_k = 0 if pairs is None else pairs.top_k
+    _norm(next_power_of_2(width), top_k, delta is not None, shared is not None, zero_centered, pdl)(
+        (rows, 1, 1),
         x,
         added,
         None if pairs is None else pairs.experts,
@@ -99,16 +101,28 @@ def _launch(
         0 if shared_gate is None else shared_gate.stride(0),
         width,
         eps,
+    )
+    return out
+
+
+@cache
+def _norm(block: int, top_k: int, add: bool, shared: bool, zero_centered: bool, pdl: bool) -> Launch:
+    return bind(
+        _norm_kernel,
         BLOCK=block,
-        TOP_K=0 if pairs is None else pairs.top_k,
-        ADD=delta is not None,
-        SHARED=shared is not None,
+        TOP_K=top_k,
+        ADD=add,
+        SHARED=shared,
         ZERO_CENTERED=zero_centered,
         PDL=pdl,
         num_warps=min(16, max(1, block // 512)),
         launch_pdl=pdl,
     )
-    return out
+
+
+@cache
+def _silu_mul(block: int, pdl: bool) -> Launch:
+    return bind(_silu_mul_kernel, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl)
 
 
 @triton.jit

@@ -9,9 +9,13 @@ Norms of query and key heads, rotary embedding and the write into the paged cach
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+
+from kernels.launch import Launch, bind, cdiv, next_power_of_2
 
 
 def rotary_cos_sin(
@@ -35,7 +39,7 @@ def rotary_cos_sin(
             rows,
             half,
             scale,
-            HALF_POW2=triton.next_power_of_2(half),
+            HALF_POW2=next_power_of_2(half),
             THREE=positions.dim() == 2,
             num_warps=1,
         )
@@ -84,8 +88,9 @@ def attention_inputs(
     if rows == 0:
         return q
     block = block_heads or (4 if rows <= 256 else 16)
-    parts = triton.cdiv(heads, block) + 2 * triton.cdiv(kv_heads, block)
-    _inputs_kernel[(rows, parts)](
+    parts = cdiv(heads, block) + 2 * cdiv(kv_heads, block)
+    _inputs(heads, kv_heads, head_dim, half, block, q_norm is not None, zero_centered, pdl)(
+        (rows, parts, 1),
         qkv,
         cos,
         sin,
@@ -97,22 +102,30 @@ def attention_inputs(
         v_cache,
         qkv.stride(0),
         eps,
+    )
+    return q
+
+
+@cache
+def _inputs(heads: int, kv_heads: int, head_dim: int, half: int, block: int, norm: bool, zero_centered: bool, pdl: bool) -> Launch:
+    rest = head_dim - 2 * half
+    return bind(
+        _inputs_kernel,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         HALF=half,
-        HALF_POW2=triton.next_power_of_2(half),
+        HALF_POW2=next_power_of_2(half),
         REST=rest,
-        REST_POW2=triton.next_power_of_2(max(rest, 1)),
-        HEAD_POW2=triton.next_power_of_2(head_dim),
+        REST_POW2=next_power_of_2(max(rest, 1)),
+        HEAD_POW2=next_power_of_2(head_dim),
         BLOCK=block,
-        NORM=q_norm is not None,
+        NORM=norm,
         ZERO_CENTERED=zero_centered,
         PDL=pdl,
         num_warps=max(1, min(4, block * head_dim // 512)),
         launch_pdl=pdl,
     )
-    return q
 
 
 @triton.jit(do_not_specialize=["rows"])

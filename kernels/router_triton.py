@@ -12,12 +12,16 @@ of the gate's logit. It takes no part in the choice, nor in the softmax.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
 from kernels.grouping import Groups, empty_groups, group_in_program
 from kernels.grouping_few import COMPARED_PAIRS, clear_counts, group_compared
+from kernels.launch import Launch, bind, cdiv, next_power_of_2
 
 FUSED_ROWS = 128
 """Up to this many rows the router's product runs in the same kernel as the choice."""
@@ -46,22 +50,24 @@ def route_logits(
     rows, num_experts = logits.shape[0], logits.shape[1] - (shared > 0)
     weights, experts = _empty_choices(rows, top_k + (shared > 0), logits.device)
     if rows:
-        _choose_kernel[(rows,)](
-            logits,
-            weights,
-            experts,
-            logits.stride(0),
-            num_experts,
-            TOP_K=top_k,
-            EXPERTS_POW2=triton.next_power_of_2(max(num_experts, weights.shape[1])),
-            NORMALISE=normalise,
-            SHARED=shared,
-            SHORT=logits.dtype == torch.bfloat16,
-            PDL=pdl,
-            num_warps=1,
-            launch_pdl=pdl,
-        )
+        launch = _choice(num_experts, top_k, normalise, shared, logits.dtype, pdl)
+        launch((rows, 1, 1), logits, weights, experts, logits.stride(0), num_experts)
     return weights, experts
+
+
+@cache
+def _choice(num_experts: int, top_k: int, normalise: bool, shared: int, dtype: torch.dtype, pdl: bool) -> Launch:
+    return bind(
+        _choose_kernel,
+        TOP_K=top_k,
+        EXPERTS_POW2=next_power_of_2(max(num_experts, top_k + (shared > 0))),
+        NORMALISE=normalise,
+        SHARED=shared,
+        SHORT=dtype == torch.bfloat16,
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
 
 
 def router_logits(x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,8 +76,11 @@ def router_logits(x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | No
     A shared expert's gate makes E odd, and the library has its fast kernels for rows of whole 16 bytes.
     """
     lines = router.shape[0]
-    logits = x.new_empty(x.shape[0], triton.cdiv(lines, 16) * 16)[:, :lines]
-    torch.mm(x, router.T, out=logits)
+    if lines % 16 == 0:
+        logits = functional.linear(x, router)
+    else:
+        logits = x.new_empty(x.shape[0], cdiv(lines, 16) * 16)[:, :lines]
+        torch.mm(x, router.T, out=logits)
     return logits if bias is None else logits.add_(bias)
 
 

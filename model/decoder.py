@@ -15,6 +15,7 @@ from model.layers.build import Build
 from model.layers.delta_net import GatedDeltaNet
 from model.layers.head import VocabHead
 from model.layers.mlp import Mlp
+from model.layers.module import StepModule
 from model.layers.moe import Moe
 from model.layers.norm import RMSNorm
 from model.layers.operators import Pending
@@ -26,7 +27,7 @@ from model.state.registry import StateRegistry
 from model.vision.tower import VisionTower
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(StepModule):
     """Pre-norm residual layer: a token mixer, then an MLP. With heads divided among ranks, the outputs of both are partial sums."""
 
     def __init__(

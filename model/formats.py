@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from model.errors import UnsupportedModel
+from model.layers.module import StepModule
 
 
 class WeightFormat(Protocol):
@@ -31,7 +32,7 @@ class WeightFormat(Protocol):
         ...
 
 
-class DenseFormat(nn.Module):
+class DenseFormat(StepModule):
     """bfloat16, float16 or float32, stored as it is used. Its one parameter is `weight`."""
 
     def __init__(self, weight: torch.Tensor) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from kernels.paged_attention import decode_attention, piece_attention, write_kv
 from kernels.rotary import rotate
 from model.config import LayerConfig, ModelConfig
 from model.layers.build import Build
+from model.layers.module import StepModule
 from model.layers.norm import RMSNorm
 from model.layers.step import Step
 
 
-class Attention(nn.Module):
+class Attention(StepModule):
     """One fused projection gives queries, keys, values and, in some families, a gate for the output, in this order."""
 
     def __init__(self, number: int, layer: LayerConfig, config: ModelConfig, build: Build) -> None:

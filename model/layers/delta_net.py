@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from kernels.causal_conv import conv_piece, conv_step
 from kernels.gated_delta import delta_chunks, delta_gate, delta_inputs, delta_step
 from model.config import ModelConfig
 from model.errors import UnsupportedModel
 from model.layers.build import Build
+from model.layers.module import StepModule
 from model.layers.norm import GatedRMSNorm
 from model.layers.step import Step
 
@@ -17,7 +17,7 @@ CONV, H = "conv", "h"
 """Names of the states that a layer keeps per sequence."""
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(StepModule):
     """One fused projection gives queries, keys, values (the convolution's channels), the output gate z, beta and decay inputs."""
 
     def __init__(self, number: int, config: ModelConfig, build: Build) -> None:

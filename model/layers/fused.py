@@ -21,6 +21,7 @@ from kernels.experts_triton import moe_experts, moe_pairs
 from kernels.few_rows import MOST_ROWS, FewRowsConfig, few_rows_config, few_rows_shape
 from kernels.few_rows import default_config as default_linear
 from kernels.few_rows_triton import linear_rows
+from kernels.grouping import group_pairs
 from kernels.one_shot_triton import PeerMemory, reduce_add_norm_rows, reduce_rows
 from kernels.paged_decode_triton import paged_decode
 from kernels.paged_prefill_triton import PrefillConfig, default_prefill_config, paged_prefill, prefill_tiles
@@ -201,11 +202,12 @@ class FusedOperators:
             step.prepared = prepared
             return out
         inputs = (projected, prepared.cos, prepared.sin, *step.state.kv(layer.number), prepared.places)
+        q_norm, k_norm = layer.q_norm, layer.k_norm
         norms: _Norms = {
-            "q_norm": None if layer.q_norm is None else layer.q_norm.weight,
-            "k_norm": None if layer.k_norm is None else layer.k_norm.weight,
-            "eps": 0.0 if layer.q_norm is None else layer.q_norm.eps,
-            "zero_centered": layer.q_norm is not None and layer.q_norm.zero_centered,
+            "q_norm": None if q_norm is None else q_norm.weight,
+            "k_norm": None if k_norm is None else k_norm.weight,
+            "eps": 0.0 if q_norm is None else q_norm.eps,
+            "zero_centered": q_norm is not None and q_norm.zero_centered,
         }
         if batch.decode_only:
             return attention_step(
@@ -288,8 +290,8 @@ class FusedOperators:
         """
         config = self._experts_config(layer, x.shape[0], x.dtype)
         router, gate_up, down = layer.weights()
-        groups = None
-        if layer.router.bias is None and 1 <= x.shape[0] <= FUSED_ROWS and x.is_contiguous():
+        bias, groups = layer.router.bias, None
+        if bias is None and 1 <= x.shape[0] <= FUSED_ROWS and x.is_contiguous():
             weights, experts, groups = route_rows(
                 x,
                 router,
@@ -303,10 +305,12 @@ class FusedOperators:
                 pdl=self._pdl,
             )
         else:
-            logits = router_logits(x, router, layer.router.bias)
+            logits = router_logits(x, router, bias)
             weights, experts = route_logits(logits, layer.top_k, layer.normalise, shared=layer.sharers, pdl=self._pdl)
         if step.batch.routing:
             step.routing.append(experts[:, : layer.top_k])
+        if groups is None and config.block_rows and gate_up.shape[0]:
+            groups = group_pairs(experts, layer.held.local, gate_up.shape[0], config.block_rows, self._turns)
         run = moe_pairs if step.batch.decode_only else moe_experts
         return run(x, experts, weights, layer.held.local, gate_up, down, config=config, groups=groups)
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from model.formats import DenseFormat, WeightFormat
+from model.layers.module import StepModule
 
 
 def empty_weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, row_major: bool) -> nn.Parameter:
@@ -20,7 +21,7 @@ def empty_weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     return nn.Parameter(memory.movedim(0, -1), requires_grad=False)
 
 
-class Linear(nn.Module):
+class Linear(StepModule):
     """`x -> x W^T + b`. The weight lives in a format object, so that another encoding, or an adapter, needs no other layer."""
 
     def __init__(

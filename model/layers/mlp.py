@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from model.layers.build import Build
+from model.layers.module import StepModule
 from model.layers.step import Step
 
 
-class Mlp(nn.Module):
+class Mlp(StepModule):
     """Gate and up are one projection, gate first."""
 
     def __init__(self, hidden: int, intermediate: int, build: Build) -> None:

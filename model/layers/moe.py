@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from kernels.experts import Held, plan_experts, run_experts
 from kernels.router import route
@@ -12,12 +11,13 @@ from model.formats import DenseFormat, WeightFormat
 from model.layers.build import Build
 from model.layers.joined import join, whole
 from model.layers.mlp import Mlp
+from model.layers.module import StepModule
 from model.layers.operators import Pending
 from model.layers.step import Step
 from model.parallel import Parallel
 
 
-class Moe(nn.Module):
+class Moe(StepModule):
     """Every rank routes every row alike and runs the experts in `held`, its own in local order; who adds the output sums it.
 
     A shared expert of a routed one's size is `joined` to them where kernels may run: its weights lie behind theirs, and its gate's

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from kernels.rms_norm import gated_rms_norm, rms_norm, zero_centered_rms_norm
 from model.layers.build import Build
+from model.layers.module import StepModule
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(StepModule):
     """RMSNorm over the last dimension. `zero_centered` weights are stored minus one."""
 
     def __init__(self, size: int, eps: float, build: Build, *, zero_centered: bool = False) -> None:
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(StepModule):
     """RMSNorm times the SiLU of a gate; its weights are never zero-centred."""
 
     def __init__(self, size: int, eps: float, build: Build) -> None:

@@ -190,7 +190,9 @@ def test_groups_hold_every_pair_once(rows: int, top_k: int, held: int, block_row
     assert (rows * top_k > SINGLE_PAIRS) == (rows > 1000)
     experts = torch.rand(rows, held + 3).topk(top_k).indices.to(torch.int32)
     local = torch.cat((torch.full((3,), -1), torch.arange(held)))
-    groups = group_pairs(experts, local, held, block_rows)
+    turns = torch.zeros(1 + COUNTERS * held, dtype=torch.int32)
+    groups = group_pairs(experts, local, held, block_rows, turns)
+    assert not turns.any()
     meta, bound = groups.meta.numpy(), groups.most_blocks
     mine = local[experts.long()].flatten().numpy()
     counts = np.bincount(mine[mine >= 0], minlength=held)
