@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -27,7 +27,7 @@ from ep_runtime.config import RuntimeConfig, localise, resolve
 from ep_runtime.engine.comm import connect_store, open_store
 from ep_runtime.engine.epoch import EpochPlace, open_head, open_worker
 from ep_runtime.engine.head import Head
-from ep_runtime.engine.main import pick_device
+from ep_runtime.engine.main import collect_garbage, pick_device
 from ep_runtime.engine.port import LocalPort
 from ep_runtime.engine.rank import load_rank
 from ep_runtime.engine.sampler import Sampler
@@ -148,6 +148,7 @@ class LLM:
         listener, epoch_place, self._store = _meet(place, config)
         if place.rank != 0:
             epoch, worker, link = open_worker(rank, epoch_place, lambda: False)
+            collect_garbage()
             with closing(epoch), closing(link):
                 worker.run(epoch.slots)
             sys.exit(0)
@@ -308,16 +309,7 @@ class _Collector:
     def __init__(self, output: RequestOutput, completion: Completion, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self._output = output
         self._completion = completion
-        detokenizer: IncrementalDetokenizer = _NoText()
-        if tokenizer is not None:
-            detokenizer = IncrementalDetokenizer(tokenizer, output.prompt_token_ids[-8:], params.skip_special_tokens)
-        parts = ChoiceParts(
-            detokenizer=detokenizer,
-            stops=StopMatcher(list(params.stop), params.include_stop_str_in_output),
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
-        self._choice = Choice(completion.index, parts)
+        self._choice = None if tokenizer is None else _choice(completion.index, output.prompt_token_ids, params, tokenizer)
 
     def take(self, update: SequenceUpdate) -> bool:
         """Add an update; True when the sample is over, by its own end or by a stop string."""
@@ -325,6 +317,8 @@ class _Collector:
         if completion.index == 0:
             self._output.prompt_logprobs += update.prompt_logprobs or []
             self._output.cached_tokens += update.cached
+        if self._choice is None:
+            return self._take_ids(update)
         delta = self._choice.push(update)
         completion.text += delta.content
         completion.token_ids += delta.token_ids
@@ -335,20 +329,27 @@ class _Collector:
         completion.finish_reason, completion.stop_reason, completion.error = delta.finish, delta.stop_reason, update.error
         return True
 
+    def _take_ids(self, update: SequenceUpdate) -> bool:
+        """Without a tokenizer there is no text, and no stop string in it."""
+        completion = self._completion
+        completion.token_ids += update.tokens
+        completion.token_loops += update.depths
+        completion.logprobs += update.logprobs or []
+        if update.finish is None:
+            return False
+        completion.finish_reason, completion.stop_reason, completion.error = update.finish, update.stop_token, update.error
+        return True
 
-class _NoText(IncrementalDetokenizer):
-    """For a model folder without a tokenizer: token ids alone."""
 
-    def __init__(self) -> None:
-        """There is no text to be in the middle of."""
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """No text."""
-        return ""
-
-    def finish(self) -> str:
-        """No text."""
-        return ""
+def _choice(index: int, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer) -> Choice:
+    """What makes the sample's text of its tokens."""
+    parts = ChoiceParts(
+        detokenizer=IncrementalDetokenizer(tokenizer, prompt[-8:], params.skip_special_tokens),
+        stops=StopMatcher(list(params.stop), params.include_stop_str_in_output),
+        include_stop=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+    )
+    return Choice(index, parts)
 
 
 def _close_at_exit(llm: LLM) -> Callable[[], None]:

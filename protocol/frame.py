@@ -44,12 +44,26 @@ def encode(
     version: int = 2,
     flags: int = 0,
 ) -> bytes:
-    """Bytes of a frame, which `decode` accepts. `tokens` is a one-dimensional integer array, or a list.
+    """Bytes of a frame: `compose` without the frame."""
+    return compose(command, seq_id, tokens, epoch, step, version, flags)[0]
+
+
+def compose(
+    command: Body,
+    seq_id: int,
+    tokens: np.ndarray = _NO_TOKENS,
+    epoch: int = 0,
+    step: int = 0,
+    version: int = 2,
+    flags: int = 0,
+) -> tuple[bytes, Frame]:
+    """Bytes of a frame, and the frame that `decode` makes of them. `tokens` is a one-dimensional integer array, or a list.
 
     `flags` are those of `protocol.preamble`. A command that no rank would accept raises `EpCommandFailed`: nothing has been
     sent, so only this command fails.
     """
-    token_array = np.ascontiguousarray(tokens, dtype="<i4")
+    token_array = np.array(tokens, dtype="<i4")
+    token_array.flags.writeable = False
     body = msgspec.msgpack.encode(command)
     payload = body + token_array.tobytes()
     try:
@@ -58,9 +72,10 @@ def encode(
                 f"tokens have shape {token_array.shape} (at most {MAX_TOKENS}), body {len(body)} bytes (at most {MAX_BODY})"
             )
         # The body is decoded once here, so that a field out of its range is found by the rank that made it.
-        _check(_decode_body(command.cmd, body), seq_id, token_array, version, flags)
+        decoded = _decode_body(command.cmd, body)
+        _check(decoded, seq_id, token_array, version, flags)
         preamble = Preamble(version, command.cmd, epoch, step, seq_id, len(token_array), len(body), crc32(payload), flags)
-        return pack(preamble) + payload
+        return pack(preamble) + payload, Frame(preamble, decoded, token_array)
     except (EpFrameCorrupt, ValueError) as fault:
         raise EpCommandFailed(f"{command.cmd.name} cannot be sent: {fault}") from fault
 

@@ -12,7 +12,7 @@ import msgspec
 
 from protocol.commands import Depth, Loops
 
-MESSAGES_VERSION = 4
+MESSAGES_VERSION = 5
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -157,7 +157,10 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges and totals of the head after a step."""
+    """Gauges and totals of the head after a step.
+
+    `host_seconds` are those of its loop in this epoch, without waits for the device's results or for something to do.
+    """
 
     step: int
     running: int
@@ -171,6 +174,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     generated_tokens: int
     cached_tokens: int
     ranks: list[int]
+    host_seconds: float = 0.0
 
 
 class Results(Message, frozen=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from ep_runtime.bench import peer, plots, report
 from ep_runtime.bench.floor import split
 from ep_runtime.bench.profile import StepProfile
 from ep_runtime.bench.session import Session, add_model_arguments, check_complete, greedy, numbers, open_session, random_prompts
-from ep_runtime.bench.steps import Arrival, steady_intervals, summarise
+from ep_runtime.bench.steps import Arrival, steady_host_ms, steady_intervals, summarise
 
 COLUMNS = {
     "batch": "batch",
@@ -79,13 +78,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def measure(session: Session, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """One row: all prompts at once, greedy. Host time is this thread's processor time, where the device is not the processor."""
+    """One row: all prompts at once, greedy. Host time is the head's, outside its waits, where the device is not the processor."""
     llm, batch = session.llm, len(prompts)
     check_complete(llm.generate(prompts, greedy(min(WARM_TOKENS, new_tokens))), min(WARM_TOKENS, new_tokens))
     llm.arrivals.clear()
-    host = time.thread_time()
     outputs = llm.generate(prompts, greedy(new_tokens))
-    host = time.thread_time() - host
     check_complete(outputs, new_tokens)
     intervals = steady_intervals(llm.arrivals, batch)
     times = summarise(intervals)
@@ -105,7 +102,7 @@ def measure(session: Session, prompts: list[list[int]], new_tokens: int) -> dict
         "split_floor_ms": divided.milliseconds(session.bandwidth),
         "gigabytes": moved.total / 1e9,
         "bytes": asdict(moved),
-        "host_ms": host / len(llm.arrivals) * 1e3 if llm.device.type != "cpu" else None,
+        "host_ms": steady_host_ms(llm.arrivals, batch) if llm.device.type != "cpu" else None,
         "tokens": outputs[0].outputs[0].token_ids,
         "intervals_ms": [round(interval, 4) for interval in intervals],
     }

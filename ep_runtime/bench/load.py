@@ -16,8 +16,8 @@ from ep_runtime.bench.session import MeasuredLLM, check_complete, greedy
 class LoadRun:
     """Seconds from the first prompt handed over to the last token, and of what.
 
-    `host_ms` is processor time of the head's thread for a step, None where the device is the processor. `arrivals` are seconds
-    since the start, and how many sequences got a token.
+    `host_ms` is the mean time of the head's loop for a step, outside its waits, None where the device is the processor. `arrivals`
+    are seconds since the start, and how many sequences got a token.
     """
 
     seconds: float
@@ -47,9 +47,9 @@ def run_load(llm: MeasuredLLM, prompts: Sequence[list[int]], new_tokens: int, fl
     llm.arrivals.clear()
     llm.watched.plans.clear()
     preempted = llm.watched.stats().preemptions
-    start, host = time.perf_counter(), time.thread_time()
+    start, host = time.perf_counter(), llm.head.host_seconds
     outputs = llm.generate(prompts, greedy(new_tokens))
-    seconds, host = time.perf_counter() - start, time.thread_time() - host
+    seconds, host = time.perf_counter() - start, llm.head.host_seconds - host
     check_complete(outputs, new_tokens)
     sums = floor.of_plans(llm.watched.plans)
     return LoadRun(

@@ -13,6 +13,7 @@ DECODE = {
     "step_ms": "ms/step",
     "floor_ms": "floor ms",
     "tokens_per_s": "tokens/s",
+    "host_ms": "host ms",
     "efficiency": "efficiency",
     "collectives_share": "collectives",
     "rows_max_over_mean": "rows max/mean",

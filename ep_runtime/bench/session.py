@@ -106,7 +106,7 @@ class MeasuredLLM(LLM):
             self.on_results(results)
         sequences = sum(1 for update in results.updates if update.tokens)
         if sequences:
-            self.on_arrival(Arrival(time.perf_counter(), sequences))
+            self.on_arrival(Arrival(time.perf_counter(), sequences, results.stats.host_seconds))
 
 
 @dataclass(frozen=True, slots=True)

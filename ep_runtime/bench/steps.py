@@ -13,10 +13,11 @@ SETTLE = 4
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One step's results on the host: seconds of `time.perf_counter`, and how many sequences got tokens."""
+    """One step's results on the host: seconds of `time.perf_counter`, sequences with tokens, the head's host seconds so far."""
 
     at: float
     sequences: int
+    host_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +33,16 @@ class StepTimes:
 
 def steady_intervals(arrivals: Sequence[Arrival], batch: int) -> list[float]:
     """Milliseconds between results of neighbouring steps that gave all `batch` sequences a token, the first `SETTLE` left out."""
-    full = [1e3 * (now.at - before.at) for before, now in pairwise(arrivals) if before.sequences == now.sequences == batch]
+    return [1e3 * (now.at - before.at) for before, now in _steady(arrivals, batch)]
+
+
+def steady_host_ms(arrivals: Sequence[Arrival], batch: int) -> float:
+    """Milliseconds of host time of a step: the median over the same intervals."""
+    return 1e3 * statistics.median(now.host_seconds - before.host_seconds for before, now in _steady(arrivals, batch))
+
+
+def _steady(arrivals: Sequence[Arrival], batch: int) -> list[tuple[Arrival, Arrival]]:
+    full = [(before, now) for before, now in pairwise(arrivals) if before.sequences == now.sequences == batch]
     return full[SETTLE:]
 
 

@@ -12,7 +12,7 @@ import torch
 from ep_runtime.engine.run_command import located, run_command
 from protocol.commands import Body, Forward, Shutdown
 from protocol.errors import EpError, EpLinkLost
-from protocol.frame import decode, encode
+from protocol.frame import compose
 from protocol.progress import Phase, ProgressPage
 from protocol.verdict import Ok, judge, judge_votes, raise_outcome
 
@@ -75,7 +75,7 @@ class Broadcaster:
     def _run(self, command: Body, seq_id: int, tokens: Sequence[int], choose: Choose, flags: int, deadline_s: float) -> None:
         self._executor.check_offer(command)
         array = np.asarray(tokens, dtype=np.int32)
-        data = encode(command, seq_id, array, epoch=self._epoch, step=self.step, version=self._version, flags=flags)
+        data, frame = compose(command, seq_id, array, epoch=self._epoch, step=self.step, version=self._version, flags=flags)
         step, self.step = self.step, self.step + 1
         self._page.begin_command(step, command.cmd)
         deadline = time.monotonic() + deadline_s
@@ -85,7 +85,7 @@ class Broadcaster:
                 self._page.enter(Phase.ACKNOWLEDGING)
                 self._links.collect(step, deadline, leaving=True)
             else:
-                self._run_everywhere(decode(data, version=self._version), choose, deadline)
+                self._run_everywhere(frame, choose, deadline)
         except EpLinkLost as lost:
             raise located(lost, 0, self._page) from (lost.__cause__ or lost)
 

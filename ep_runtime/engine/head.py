@@ -12,10 +12,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ep_runtime.engine.broadcast import Broadcaster
+from ep_runtime.engine.busy import BusyTime
 from ep_runtime.engine.pending import PendingStep
 from ep_runtime.engine.port import FrontendLost, Received, Undecodable
 from ep_runtime.engine.requests import RequestTable
@@ -89,6 +89,7 @@ class Head:
         self._check_epoch = check_epoch
         self._announce = announce
         self._encoder = encoder
+        self._busy = BusyTime()
         self._slice_next = False
         self._last_announce = -SIGN_OF_LIFE_S
         self._last_command = time.monotonic()
@@ -117,6 +118,11 @@ class Head:
     def idle(self) -> bool:
         """True when no sequence is alive and no result is unread."""
         return self._scheduler.idle and not self._in_flight
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds of this loop so far outside its waits: for the device's results, and for something to do."""
+        return self._busy.seconds
 
     def turn(self, idle_wait_s: float = IDLE_WAIT_S) -> None:
         """Receive, read what is ready, launch at most one step; waits only when there is nothing to launch."""
@@ -173,7 +179,11 @@ class Head:
     # Receiving
 
     def _receive(self, wait_s: float) -> None:
-        for message in self._port.receive(wait_s):
+        began = time.monotonic()
+        messages = self._port.receive(wait_s)
+        if wait_s > 0:
+            self._busy.waited(began)
+        for message in messages:
             self._accept(message)
         self._publish(self._scheduler.drain_updates())
 
@@ -379,9 +389,11 @@ class Head:
         """
         if not ready():
             self._page.enter(Phase.READING)
-        while not ready():
-            self._check_epoch()
-            time.sleep(POLL_S)
+            began = time.monotonic()
+            while not ready():
+                self._check_epoch()
+                time.sleep(POLL_S)
+            self._busy.waited(began)
         self._check_epoch()
 
     def _read(self) -> None:
@@ -411,7 +423,12 @@ class Head:
         self._port.publish(Results(epoch=self.epoch, updates=updates, stats=self._stats()))
 
     def _stats(self) -> EngineStats:
-        return EngineStats(step=self._broadcaster.step, ranks=self._broadcaster.last_steps, **asdict(self._scheduler.stats()))
+        return EngineStats(
+            step=self._broadcaster.step,
+            ranks=self._broadcaster.last_steps,
+            host_seconds=self.host_seconds,
+            **self._scheduler.stats()._asdict(),
+        )
 
     # Waiting
 

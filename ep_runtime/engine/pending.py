@@ -18,9 +18,10 @@ FAULTS = {
     RowStatus.EMPTY: "no token is allowed at generated index {index}: grammar, logit_bias and min_tokens together exclude all",
     RowStatus.NOT_FINITE: "the model's logits at generated index {index} are not finite",
 }
+NOTHING = SpanResult()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowToSample:
     """One token to sample: row `logit_row` of the forward's wanted rows, for generated index `index` of a request."""
 
@@ -80,24 +81,15 @@ class PendingStep:
     def read(self) -> tuple[StepResult, list[tuple[str, str]]]:
         """The step's results, and the requests that must fail, each with a message (no usable token). Only when `ready`."""
         sampled = unpack(self._sampled) if self._sampled is not None else []
-        by_span = {row.span: result for row, result in zip(self._rows, sampled, strict=True)}
-        prompts = {p.span: p for p in self._prompt_rows}
-        results = []
-        for number in range(len(self.plan.spans)):
-            result, prompt = by_span.get(number), prompts.get(number)
-            values = None if prompt is None else unpack_logprobs(prompt.rows, [prompt.count] * len(prompt.rows.ids))
-            results.append(
-                SpanResult(
-                    token=None if result is None else result.token,
-                    logprobs=None if result is None or result.logprobs is None else [result.logprobs],
-                    prompt_start=0 if prompt is None else prompt.start,
-                    prompt_logprobs=values,
-                    depth=0 if self._depths is None else self._depths[number],
-                )
-            )
-        failures = [
-            (row.request_id, FAULTS[result.status].format(index=row.index))
-            for row, result in zip(self._rows, sampled, strict=True)
-            if result.status is not RowStatus.OK
-        ]
+        results = [NOTHING] * len(self.plan.spans)
+        failures = []
+        for row, result in zip(self._rows, sampled, strict=True):
+            logprobs = None if result.logprobs is None else [result.logprobs]
+            depth = 0 if self._depths is None else self._depths[row.span]
+            results[row.span] = SpanResult(result.token, logprobs, depth=depth)
+            if result.status is not RowStatus.OK:
+                failures.append((row.request_id, FAULTS[result.status].format(index=row.index)))
+        for prompt in self._prompt_rows:
+            values = unpack_logprobs(prompt.rows, [prompt.count] * len(prompt.rows.ids))
+            results[prompt.span] = results[prompt.span]._replace(prompt_start=prompt.start, prompt_logprobs=values)
         return StepResult(plan=self.plan, spans=tuple(results)), failures

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ class RowStatus(IntEnum):
     """Mask, bias and min_tokens together leave no token; the token is 0."""
     NOT_FINITE = 2
     """The logits hold NaN or +inf; the token is 0."""
+
+
+_STATUSES = tuple(RowStatus)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +69,7 @@ class Sampled:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampledRow:
+class SampledRow(NamedTuple):
     """One row's result on the host."""
 
     token: int
@@ -81,9 +83,7 @@ def unpack(host: Sampled) -> list[SampledRow]:
     if host.logprobs is not None:
         logprobs = dict(zip(host.logprob_rows, unpack_logprobs(host.logprobs, host.logprob_counts), strict=True))
     pairs = zip(host.tokens.tolist(), host.status.tolist(), strict=True)
-    return [
-        SampledRow(token=token, status=RowStatus(status), logprobs=logprobs.get(row)) for row, (token, status) in enumerate(pairs)
-    ]
+    return [SampledRow(token, _STATUSES[status], logprobs.get(row)) for row, (token, status) in enumerate(pairs)]
 
 
 class Sampler:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,8 +39,9 @@ class StepSampling:
         """Sample every sampled span's last row, in span order: `[n] int64` on the device."""
         logits = output.logits if output.left is None else output.left
         assert logits is not None, "the head's forward returns logits"
-        prompt_rows = self._prompt_logprobs(logits)
-        rows = sampled_rows(self._plan, self._prompt_lengths())
+        ends = wanted_ends(self._plan.spans)
+        prompt_rows = self._prompt_logprobs(logits, ends)
+        rows = sampled_rows(self._plan, ends, self._prompt_lengths())
         if not rows:
             self._results = partial(PendingStep, self._plan, prompt_rows=prompt_rows)
             return torch.empty(0, dtype=torch.int64, device=logits.device)
@@ -65,9 +68,9 @@ class StepSampling:
         requests = (self._requests.get(owner) for owner in self._plan.owners)
         return [len(r.prompt) if r is not None else 0 for r in requests]
 
-    def _prompt_logprobs(self, logits: torch.Tensor | LeftLogits) -> tuple[PromptRows, ...]:
+    def _prompt_logprobs(self, logits: torch.Tensor | LeftLogits, ends: list[int]) -> tuple[PromptRows, ...]:
         found = []
-        for number, (span, first) in enumerate(zip(self._plan.spans, first_wanted(self._plan.spans), strict=True)):
+        for number, span in enumerate(self._plan.spans):
             if span.wanted is not Wanted.ALL:
                 continue
             request = self._requests.get(self._plan.owners[number])
@@ -77,6 +80,7 @@ class StepSampling:
             if not targets:
                 continue
             assert isinstance(logits, torch.Tensor), "logits of single rows alone are left where they are"
+            first = ends[number] - span.length
             rows = logits[first : first + len(targets)]
             (ids,) = upload([np.array(targets, np.int64)], logits.device)
             count = request.sampling.prompt_logprobs
@@ -87,31 +91,25 @@ class StepSampling:
 def count_wanted(span: Span) -> int:
     """How many rows of `span` want logits."""
     match span.wanted:
-        case Wanted.NONE:
-            return 0
         case Wanted.LAST:
             return 1
+        case Wanted.NONE:
+            return 0
         case Wanted.ALL:
             return span.length
         case offsets:
             return len(offsets)
 
 
-def first_wanted(spans: tuple[Span, ...]) -> list[int]:
-    """For each span, the index of its first row among the forward's wanted rows."""
-    firsts, total = [], 0
-    for span in spans:
-        firsts.append(total)
-        total += count_wanted(span)
-    return firsts
+def wanted_ends(spans: Sequence[Span]) -> list[int]:
+    """For each span, the index behind its last row among the forward's wanted rows."""
+    return list(accumulate(map(count_wanted, spans)))
 
 
-def sampled_rows(plan: Plan, prompt_lengths: list[int]) -> list[RowToSample]:
+def sampled_rows(plan: Plan, ends: list[int], prompt_lengths: list[int]) -> list[RowToSample]:
     """The rows to sample, in span order: each sampled span's last wanted row."""
-    rows = []
-    for number, (span, first) in enumerate(zip(plan.spans, first_wanted(plan.spans), strict=True)):
-        if span.sampled:
-            last = first + count_wanted(span) - 1
-            index = max(0, span.start + span.length - prompt_lengths[number])
-            rows.append(RowToSample(number, span.slot, plan.owners[number], last, index))
-    return rows
+    return [
+        RowToSample(number, span.slot, owner, end - 1, max(0, span.start + span.length - prompt_length))
+        for number, (span, owner, end, prompt_length) in enumerate(zip(plan.spans, plan.owners, ends, prompt_lengths, strict=True))
+        if span.sampled
+    ]

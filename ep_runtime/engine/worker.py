@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import statistics
+import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +25,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TIMED_FORWARDS = 1024
+"""As many of the last forwards does a worker know the host time of."""
+
 
 class Worker:
-    """One rank's end of an epoch. It takes no decision: what it does follows from the frames."""
+    """One rank's end of an epoch. It takes no decision: what it does follows from the frames.
+
+    `forward_seconds` are those from a forward's frame received to its ack sent, of the last ones: on a GPU the device's work is not
+    in them.
+    """
 
     def __init__(
         self, executor: Executor, link: WorkerLink, *, version: int, device: torch.device, page: ProgressPage | None = None
@@ -35,6 +45,7 @@ class Worker:
         self._version = version
         self._device = device
         self._page = ProgressPage() if page is None else page
+        self.forward_seconds: deque[float] = deque(maxlen=TIMED_FORWARDS)
 
     def ep_worker_step(self, slots: SlotTable) -> bool:
         """Receive one command, run it, acknowledge it. False on SHUTDOWN.
@@ -50,7 +61,9 @@ class Worker:
 
     def _step(self, slots: SlotTable) -> bool:
         self._page.enter(Phase.WAITING)
-        frame = decode(self._link.receive(), version=self._version)
+        data = self._link.receive()
+        received = time.monotonic()
+        frame = decode(data, version=self._version)
         expect(frame, epoch=self._link.epoch, step=self.step)
         step, self.step = self.step, self.step + 1
         if isinstance(frame.command, Shutdown):
@@ -59,6 +72,8 @@ class Worker:
         ack, error = run_command(self._executor, frame, slots, self._await_tokens, self._vote, self._page)
         if ack.status in (AckStatus.OK, AckStatus.FAILED):
             self._link.ack(ack)
+        if isinstance(frame.command, Forward):
+            self.forward_seconds.append(time.monotonic() - received)
         if error is not None or ack.status not in (AckStatus.OK, AckStatus.FAILED):
             raise scoped(error, step)
         return True
@@ -68,9 +83,15 @@ class Worker:
         while True:
             try:
                 if not self.ep_worker_step(slots):
+                    self._log_host_time()
                     return
             except EpCommandFailed as error:
                 log.warning("rank %d: %s", self._link.rank, error)
+
+    def _log_host_time(self) -> None:
+        if self.forward_seconds:
+            median, count = 1e3 * statistics.median(self.forward_seconds), len(self.forward_seconds)
+            log.info("rank %d: host time of a forward, median of the last %d: %.3f ms", self._link.rank, count, median)
 
     def _vote(self, ballot: Ack) -> bool:
         self._link.ack(ballot)

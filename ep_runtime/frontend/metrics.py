@@ -25,7 +25,7 @@ class EngineCollector(Collector):
         stats = self._stats()
         if stats is None:
             return
-        gauges = {
+        gauges: dict[str, tuple[str, float]] = {
             "ep_running_sequences": ("Sequences that hold a slot", stats.running),
             "ep_waiting_sequences": ("Sequences in the engine's queue", stats.waiting),
             "ep_free_blocks": ("Free blocks of KV cache", stats.free_blocks),
@@ -36,11 +36,12 @@ class EngineCollector(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
-        counters = {
+        counters: dict[str, tuple[str, float]] = {
             "ep_preemptions": ("Sequences preempted in this epoch", stats.preemptions),
             "ep_engine_prompt_tokens": ("Prompt tokens computed in this epoch, replays included", stats.prompt_tokens),
             "ep_engine_generated_tokens": ("Tokens sampled in this epoch", stats.generated_tokens),
             "ep_engine_cached_tokens": ("Prompt tokens found in the prefix tree in this epoch", stats.cached_tokens),
+            "ep_engine_host_seconds": ("Seconds of the head's loop outside its waits, in this epoch", stats.host_seconds),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(name, text, value=value)

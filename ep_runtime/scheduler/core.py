@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from protocol.commands import Loops, Span
 from protocol.messages import SamplingParams
@@ -204,8 +205,7 @@ class Plan:
     alone: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpanResult:
+class SpanResult(NamedTuple):
     """What the device gave for one span: the sampled token, if the span sampled one, with its logprobs, and prompt logprobs.
 
     `depth` is how many loops its row ran, for a sampled span of a sequence with several; 0 for a prompt's.
@@ -236,8 +236,7 @@ class StepRecord:
     admitted: tuple[Sequence, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerStats:
+class SchedulerStats(NamedTuple):
     """Gauges and totals; the names are those of `EngineStats`. Evictable cached blocks count as free."""
 
     running: int

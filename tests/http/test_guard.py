@@ -91,6 +91,7 @@ def test_metrics_count(make_stack: MakeStack) -> None:
         "ep_time_per_output_token_seconds_count": 3,
         'ep_rank_last_step{rank="1"}': 76,
         "ep_total_slots": 8,
+        "ep_engine_host_seconds_total": 19.25,
         "ep_epoch": 3,
     }
     assert {name: metric(stack, name) for name in expected} == expected

@@ -203,4 +203,5 @@ class FakeSequences:
             generated_tokens=step,
             cached_tokens=3,
             ranks=ranks,
+            host_seconds=step / 4,
         )

@@ -34,23 +34,18 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotParams:
-    """One slot's parameters, in the form the stages use. `penalty_row` is its row in the penalty pool, None without penalties."""
+    """One slot's parameters, in the form the stages use. `penalty_row` is its row in the penalty pool, None without penalties.
+
+    `greedy`: no randomness is used. `kind` is what its rows need at least: see `row_kind`.
+    """
 
     params: SamplingParams
     bias_ids: np.ndarray
     bias_values: np.ndarray
     stop_ids: np.ndarray
     penalty_row: int | None
-
-    @property
-    def greedy(self) -> bool:
-        """True when no randomness is used."""
-        return self.params.temperature < GREEDY_BELOW
-
-    @property
-    def filtered(self) -> bool:
-        """True when a filter can remove tokens."""
-        return self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0
+    greedy: bool
+    kind: Kind
 
 
 def needs_penalties(params: SamplingParams) -> bool:
@@ -60,21 +55,25 @@ def needs_penalties(params: SamplingParams) -> bool:
 
 def slot_params(params: SamplingParams, eos_token_ids: Sequence[int], penalty_row: int | None) -> SlotParams:
     """The slot's parameters; min_tokens forbids end-of-sequence tokens and the request's own stop tokens alike."""
+    greedy = params.temperature < GREEDY_BELOW
+    filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    edited = bool(params.logit_bias) or penalty_row is not None
     return SlotParams(
         params=params,
         bias_ids=np.array(list(params.logit_bias.keys()), np.int64),
         bias_values=np.array(list(params.logit_bias.values()), np.float32),
         stop_ids=np.unique(np.array([*eos_token_ids, *params.stop_token_ids], np.int64)),
         penalty_row=penalty_row,
+        greedy=greedy,
+        kind=Kind.ARGMAX if greedy and not edited else Kind.PLAIN if greedy or not filtered else Kind.FILTERED,
     )
 
 
 def row_kind(slot: SlotParams, index: int, mask: bytes | None) -> Kind:
-    """The stages that a row needs at generated index `index`."""
-    if not slot.greedy:
-        return Kind.FILTERED if slot.filtered else Kind.PLAIN
-    edited = len(slot.bias_ids) or index < slot.params.min_tokens or mask is not None or slot.penalty_row is not None
-    return Kind.PLAIN if edited else Kind.ARGMAX
+    """The stages that a row needs at generated index `index`: a mask and min_tokens change logits, too."""
+    if slot.kind is Kind.ARGMAX and (mask is not None or index < slot.params.min_tokens):
+        return Kind.PLAIN
+    return slot.kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +92,7 @@ def group_rows(kinds: Sequence[Kind], one_by_one: bool, at_once: int) -> list[tu
     """Row places by kind, in a fixed order, at most `at_once` together; with `one_by_one` all but ARGMAX rows are alone."""
     groups: list[tuple[Kind, tuple[int, ...]]] = []
     for kind in Kind:
-        members = tuple(row for row, its in enumerate(kinds) if its == kind)
+        members = tuple([row for row, its in enumerate(kinds) if its is kind])
         most = 1 if one_by_one and kind != Kind.ARGMAX else at_once
         groups.extend((kind, members[start : start + most]) for start in range(0, len(members), most))
     return groups

@@ -11,30 +11,23 @@ import numpy as np
 import torch
 
 _MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # lowbias32's multipliers (Wellons' search for low-bias 32-bit mixers), as signed int32.
 _MULTIPLY_1 = 0x7FEB352D
 _MULTIPLY_2 = 0x846CA68B - (1 << 32)
 
 
-def mix64(value: int) -> int:
+def mix64(values: np.ndarray) -> np.ndarray:
     """splitmix64's finaliser (Steele, Lea and Flood 2014): a bijection of 64-bit integers in which every bit reaches every bit."""
-    value &= _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
-
-
-def row_key(seed: int, index: int) -> tuple[int, int]:
-    """The key of one draw, as two signed 32-bit words. `seed` is taken modulo 2**64."""
-    key = mix64(mix64(seed + _GOLDEN) + index * _GOLDEN)
-    low, high = key & 0xFFFF_FFFF, key >> 32
-    return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def row_keys(seeds: list[int], indices: list[int]) -> np.ndarray:
-    """int32 [W, 2]: `row_key` of each row."""
-    return np.array([row_key(seed, index) for seed, index in zip(seeds, indices, strict=True)], np.int32).reshape(-1, 2)
+    """int32 [W, 2]: the key of each row's draw, as two signed 32-bit words, the lower one first. Seeds are taken modulo 2**64."""
+    draws = mix64(np.array([seed & _MASK64 for seed in seeds], np.uint64) + _GOLDEN) + np.array(indices, np.uint64) * _GOLDEN
+    return mix64(draws).astype("<u8").view("<i4").reshape(-1, 2)
 
 
 def _xor_shift(value: torch.Tensor, by: int) -> torch.Tensor:

@@ -8,16 +8,17 @@ import pytest
 from ep_runtime.bench import report
 from ep_runtime.bench.demo_http import token_ids
 from ep_runtime.bench.session import numbers
-from ep_runtime.bench.steps import SETTLE, Arrival, steady_intervals, summarise
+from ep_runtime.bench.steps import SETTLE, Arrival, steady_host_ms, steady_intervals, summarise
 
 
 def test_only_intervals_between_full_steps_count() -> None:
     filling = [Arrival(0.0, 1), Arrival(0.5, 2)]
-    full = [Arrival(1.0 + 0.010 * step, 3) for step in range(SETTLE + 4)]
+    full = [Arrival(1.0 + 0.010 * step, 3, 7.0 + (0.0 if step < 4 else 0.002 * step)) for step in range(SETTLE + 4)]
     ending = [Arrival(5.0, 2), Arrival(6.0, 1)]
     intervals = steady_intervals([*filling, *full, *ending], 3)
     assert intervals == pytest.approx([10.0, 10.0, 10.0])
     assert steady_intervals(full, 2) == []
+    assert steady_host_ms([*filling, *full, *ending], 3) == pytest.approx(2.0)
 
 
 def test_summary() -> None:

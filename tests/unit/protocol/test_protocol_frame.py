@@ -34,7 +34,7 @@ from protocol.commands import (
     forward_command,
 )
 from protocol.errors import EpCommandFailed, EpFrameCorrupt, EpOutOfOrder
-from protocol.frame import decode, encode, expect
+from protocol.frame import compose, decode, encode, expect
 from protocol.preamble import MAX_BODY, MAX_TOKENS, RECORD_ROUTING, Preamble, pack, preamble_size, unpack
 
 COUNT = 2**31 - 1
@@ -232,6 +232,18 @@ def test_round_trip(data, version, epoch, step):
     assert frame.tokens.flags.aligned
     assert frame.tokens.tolist() == tokens.tolist()
     assert (frame.preamble.epoch, frame.preamble.step, frame.preamble.seq_id) == (epoch, step, seq_id)
+
+
+@given(st.data(), st.sampled_from([1, 2]))
+@settings(max_examples=100, deadline=None)
+def test_the_head_runs_the_frame_that_the_others_decode(data, version):
+    command, seq_id, tokens = data.draw(forwards(version) | others(version))
+    sent, own = compose(command, seq_id, tokens.tolist(), 3, 4, version)
+    frame = decode(sent, version)
+    assert (own.preamble, own.command, type(own.command)) == (frame.preamble, frame.command, type(frame.command))
+    assert (own.tokens.dtype, own.tokens.tolist()) == (frame.tokens.dtype, frame.tokens.tolist())
+    assert own.tokens is not tokens
+    assert not own.tokens.flags.writeable
 
 
 @given(forwards() | others(), st.data())
