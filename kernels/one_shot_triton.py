@@ -2,22 +2,23 @@
 
 A few rows go in words that need no signal: see `kernels.one_shot_words_triton`. More rows go in tiles of some rows, as told here. A
 launch has at most PROGRAMS programs, whatever its shape, so that all of them run at once; program p owns every PROGRAMS-th tile. It
-writes a tile of the partial into its rank's share of every peer's buffer, in the half that is in turn, tells the peers, waits until
-all have told it of theirs, and adds the ranks' rows in rank order in float32: the same bits on all ranks. The sum can be added to
-the residual and normalised in the same launch. The read of a signal that ends a wait acquires, so that plain reads of what the
-peers have written may follow it. Other programs use the link while one waits. Shards are gathered in the same way, but read where
-they are.
+writes a tile of the partial into its rank's share of every peer's buffer, in the half that is in turn, tells the peers, reads its
+next tile, waits until all have told it of theirs, and adds the ranks' rows in rank order in float32: the same bits on all ranks.
+The partial may be pairs: a tile is the sum of its rows' choices then, and goes in parts. The sum can be added to the residual and
+normalised in the same launch. The read of a signal that ends a wait acquires, so that plain reads of what the peers have written
+may follow it. Other programs use the link while one waits. Shards are gathered in the same way, but read where they are.
 
 | word | in | written by | meaning |
 |---|---|---|---|
-| `signals[p * line + r]` | every rank's signal memory | rank r, a peer | `n * tiles + i`: i of r's tiles of call n are readable |
+| `signals[p * line + r]` | every rank's signal memory | rank r, a peer | `n * tiles + i`: i of r's parts of call n are readable |
 | `turns[p]` | this rank's memory | this rank | the number of calls that program p has finished |
 | `abort[0]` | pinned host memory | this rank's host | not 0: leave without the peers; the output means nothing |
 
-`tiles` is more than a program ever has. Signals only grow, by less than 2^31 at a time, so that they may pass the largest int32.
-Two halves suffice: a rank writes half n % 2 again in program p's call n + 2, which it enters only after every peer has told it of
-p's call n + 1, and a peer tells of n + 1 only after its call n has ended. What program p writes lies where only program p ever
-writes, in every call. Addresses come from device tables, so that graphs can outlive an epoch.
+A tile that does not go in parts is one part. `tiles` is more than the parts that a program ever has. Signals only grow, by less
+than 2^31 at a time, so that they may pass the largest int32. Two halves suffice: a rank writes half n % 2 again in program p's call
+n + 2, which it enters only after every peer has told it of p's call n + 1, and a peer tells of n + 1 only after its call n has
+ended. What program p writes lies where only program p ever writes, in every call, in parts or not. Addresses come from device
+tables, so that graphs can outlive an epoch.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -33,10 +34,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.experts_grouped import sum_pairs
 from kernels.launch import Launch, bind, cdiv, next_power_of_2
 from kernels.one_shot_words_triton import look, one_shot_words_kernel
 from kernels.pairs import Pairs
+from kernels.pairs_triton import held_choices_of_rows, sum_choices
 
 PROGRAMS = 384
 """Most programs of a launch: three a multiprocessor, so that none waits for a peer that waits for its own start."""
@@ -50,6 +51,9 @@ GATHER_BLOCK = 2048
 
 TILE_BYTES = 16384
 """Bytes of the rows that a program moves at a time, about."""
+
+PAIRS_PARTS = 2
+"""Parts of a tile, one after the other, where choices are summed: their outputs come through the same registers."""
 
 TILE_WARPS = 8
 WORD_WARPS = 8
@@ -226,9 +230,13 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
         return
     block = next_power_of_2(width)
     tile = max(1, TILE_BYTES // (block * dtype.itemsize))
-    _tiles(memory.capacity, memory.share, memory.programs, memory.line, width, tile, *flags)(
+    parts = 1 if pairs is None else min(PAIRS_PARTS, tile)
+    top_k = 0 if pairs is None else pairs.top_k
+    _tiles(memory.capacity, memory.share, memory.programs, memory.line, width, tile, parts, top_k, *flags)(
         (min(cdiv(rows, tile), memory.programs), 1, 1),
-        partial if pairs is None else sum_pairs(pairs),
+        partial if pairs is None else pairs.value,
+        None if pairs is None else pairs.experts,
+        None if pairs is None else pairs.local,
         *added,
         memory.buffers,
         memory.signals,
@@ -249,6 +257,8 @@ def _tiles(
     line: int,
     width: int,
     tile: int,
+    parts: int,
+    top_k: int,
     rank: int,
     world: int,
     waiting: Waiting,
@@ -261,12 +271,14 @@ def _tiles(
         _one_shot_kernel,
         CAPACITY=capacity,
         PROGRAMS=programs,
-        TILES=next_power_of_2(most + 1),
-        ROWS=tile,
+        TILES=next_power_of_2(most * PAIRS_PARTS + 1),
+        ROWS=tile // parts,
+        PARTS=parts,
         BLOCK=next_power_of_2(width),
         SHARE=share,
         LINE=line,
         PAUSE=waiting.pause_ns,
+        TOP_K=top_k,
         **_flags(rank, world, waiting, add, shared, zero_centered),
         num_warps=TILE_WARPS,
         maxnreg=_registers(programs, TILE_WARPS),
@@ -417,9 +429,29 @@ def _gather_kernel(
     tl.store(turns + program, turn)
 
 
+@triton.jit
+def _first_row(program, step, PROGRAMS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """Of the program's part number `step`."""
+    return ((program + step // PARTS * PROGRAMS) * PARTS + step % PARTS) * ROWS
+
+
+@triton.jit
+def _own_rows(partial, experts, local, first, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr):
+    """This rank's partial of ROWS rows from `first` on, those there are; with TOP_K the sums of their choices."""
+    row, at = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    here = (row < rows)[:, None] & (at < width)[None, :]
+    if TOP_K:
+        held = held_choices_of_rows(experts, local, first, rows, ROWS, TOP_K)[:, None]
+        return sum_choices(partial, row.to(tl.int64)[:, None], held, width, at[None, :], here, TOP_K).to(partial.dtype.element_ty)
+    else:
+        return tl.load(partial + row.to(tl.int64)[:, None] * width + at[None, :], mask=here, other=0.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _one_shot_kernel(
     partial,
+    experts,
+    local,
     x,
     shared,
     shared_gate,
@@ -441,8 +473,10 @@ def _one_shot_kernel(
     PROGRAMS: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     SHARE: tl.constexpr,
+    TOP_K: tl.constexpr,
     ADD: tl.constexpr,
     SHARED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -459,22 +493,29 @@ def _one_shot_kernel(
     own = tl.multiple_of(tl.load(buffers + RANK).to(tl.pointer_type(dtype)), 16) + half
     stop = 0
     told = turn * TILES
-    for tile in range(program, tl.cdiv(rows, ROWS), PROGRAMS):
-        row = tile * ROWS + tl.arange(0, ROWS)
+    steps = tl.cdiv(tl.cdiv(rows, PARTS * ROWS) - program, PROGRAMS) * PARTS
+    first = _first_row(program, 0, PROGRAMS, PARTS, ROWS)
+    mine = _own_rows(partial, experts, local, first, rows, width, ROWS, BLOCK, TOP_K)
+    for step in range(steps):
+        row = first + tl.arange(0, ROWS)
         here = (row < rows)[:, None] & (at < width)[None, :]
         to = row.to(tl.int64)[:, None] * width + at[None, :]
-        mine = tl.load(partial + to, mask=here)
         for r in tl.static_range(WORLD):
             if r != RANK:
                 theirs = tl.multiple_of(tl.load(buffers + r).to(tl.pointer_type(dtype)), 16) + half
                 tl.store(theirs + (RANK - (1 if r < RANK else 0)) * SHARE + to, mine, mask=here)
         told += 1
         _tell(signals, program, told, RANK, WORLD, LINE)
+        # What is shown next is read while the peers' rows are on their way.
+        first = _first_row(program, step + 1, PROGRAMS, PARTS, ROWS)
+        following = _own_rows(partial, experts, local, first, rows, width, ROWS, BLOCK, TOP_K)
         stop = _wait(signals, abort, program, told, stop, RANK, WORLD, LINE, SPINS, PAUSE, READER)
         value = tl.zeros((ROWS, BLOCK), tl.float32)
         for r in tl.static_range(WORLD):
-            shown = partial if r == RANK else own + (r - (1 if r > RANK else 0)) * SHARE
-            value += tl.load(shown + to, mask=here, other=0.0).to(tl.float32)
+            if r == RANK:
+                value += mine.to(tl.float32)
+            else:
+                value += tl.load(own + (r - (1 if r > RANK else 0)) * SHARE + to, mask=here, other=0.0).to(tl.float32)
         # A sum is a value of the model's dtype wherever it is made: the reference rounds it there, too.
         value = value.to(dtype).to(tl.float32)
         if ADD:
@@ -493,4 +534,5 @@ def _one_shot_kernel(
             tl.store(normed + to, (value * scale[:, None] * factor[None, :]).to(normed.dtype.element_ty), mask=here)
         else:
             tl.store(total + to, value.to(dtype), mask=here)
+        mine = following
     tl.store(turns + program, turn)

@@ -27,11 +27,24 @@ def held_choices(experts, local, row, TOP_K: tl.constexpr):
 
 
 @triton.jit
+def held_choices_of_rows(experts, local, first, rows, ROWS: tl.constexpr, TOP_K: tl.constexpr):
+    """`[ROWS]` of `held_choices`, for rows `first ..`; those past the last one are as the last.
+
+    One row after the other: of all at once the compiler would have every thread look up every choice.
+    """
+    place = tl.arange(0, ROWS)
+    held = tl.zeros([ROWS], tl.int32)
+    for row in tl.static_range(ROWS):
+        held = tl.where(place == row, held_choices(experts, local, tl.minimum(first + row, rows - 1), TOP_K), held)
+    return held
+
+
+@triton.jit
 def sum_choices(value, row, held, width, column, live, TOP_K: tl.constexpr):
-    """Columns of the row's sum, float32, in the order of the choices."""
-    total = tl.zeros(column.shape, tl.float32)
+    """Columns of the row's sum, float32, in the order of the choices; `live` has its shape. `row` and `held` may be `[N, 1]`."""
+    total = tl.zeros(live.shape, tl.float32)
     for choice in tl.static_range(TOP_K):
-        end = tl.where(((held >> choice) & 1) == 1, width, 0)
         at = value + (row * TOP_K + choice) * width + column
-        total += tl.load(at, mask=live & (column < end), other=0.0).to(tl.float32)
+        here = tl.where(((held >> choice) & 1) == 1, live, False)
+        total += tl.load(at, mask=here, other=0.0).to(tl.float32)
     return total

@@ -87,10 +87,10 @@ def attention_inputs(
     q = torch.empty(rows, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return q
-    block = block_heads or (4 if rows <= 256 else 16)
-    parts = cdiv(heads, block) + 2 * cdiv(kv_heads, block)
+    block = block_heads or (4 if rows <= 256 else max(16, head_dim // 8))
+    parts = cdiv(rows * heads, block) + 2 * cdiv(rows * kv_heads, block)
     _inputs(heads, kv_heads, head_dim, half, block, q_norm is not None, zero_centered, pdl)(
-        (rows, parts, 1),
+        (parts, 1, 1),
         qkv,
         cos,
         sin,
@@ -100,6 +100,7 @@ def attention_inputs(
         q,
         k_cache,
         v_cache,
+        rows,
         qkv.stride(0),
         eps,
     )
@@ -145,32 +146,51 @@ def _tables_kernel(positions, inv_freq, parts, cos, sin, rows, half, scale, HALF
 
 
 @triton.jit
+def _heads_of(source, target, places, rows, first, stride, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK heads from `first` on, COUNT a row: where they are, where they go, their rows, and whether they go there.
+
+    `places` has each row's place, negative for none; without it a row goes to its own number.
+    """
+    head = first + tl.arange(0, BLOCK)
+    row = head // COUNT
+    live = head < rows * COUNT
+    member = (head - row * COUNT) * HEAD_DIM
+    if places is None:
+        place = row.to(tl.int64)
+    else:
+        place = tl.load(places + row, mask=live, other=-1).to(tl.int64)
+    to = target + place * (COUNT * HEAD_DIM) + member
+    return (source + row.to(tl.int64) * stride + member)[:, None], to[:, None], row[:, None], (live & (place >= 0))[:, None]
+
+
+@triton.jit
 def _turn_heads(
     source,
     target,
+    row,
+    live,
     weight,
     cos,
     sin,
-    first,
-    COUNT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HALF_POW2: tl.constexpr,
     REST: tl.constexpr,
     REST_POW2: tl.constexpr,
-    BLOCK: tl.constexpr,
     eps,
     NORM: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    """Heads `first .. first + BLOCK - 1` of COUNT, from one row to another: three tiles, the halves that turn and what does not."""
-    head = first + tl.arange(0, BLOCK)[:, None]
+    """Heads `[N, 1]` from their places to others: three tiles, the halves that turn and what does not."""
     at, behind = tl.arange(0, HALF_POW2)[None, :], tl.arange(0, REST_POW2)[None, :]
-    turns, stays = (head < COUNT) & (at < HALF), (head < COUNT) & (behind < REST)
-    x = tl.load(source + head * HEAD_DIM + at, mask=turns, other=0.0).to(tl.float32)
-    y = tl.load(source + head * HEAD_DIM + HALF + at, mask=turns, other=0.0).to(tl.float32)
+    turns, stays = live & (at < HALF), live & (behind < REST)
+    x = tl.load(source + at, mask=turns, other=0.0).to(tl.float32)
+    y = tl.load(source + HALF + at, mask=turns, other=0.0).to(tl.float32)
     if REST > 0:
-        rest = tl.load(source + head * HEAD_DIM + 2 * HALF + behind, mask=stays, other=0.0).to(tl.float32)
+        rest = tl.load(source + 2 * HALF + behind, mask=stays, other=0.0).to(tl.float32)
+    angle = row.to(tl.int64) * HALF + at
+    c = tl.load(cos + angle, mask=turns, other=0.0)
+    s = tl.load(sin + angle, mask=turns, other=0.0)
     if NORM:
         squares = tl.sum(x * x + y * y, 1)
         if REST > 0:
@@ -181,16 +201,14 @@ def _turn_heads(
         y *= scale * (tl.load(weight + HALF + at, mask=at < HALF, other=0.0).to(tl.float32) + plus)
         if REST > 0:
             rest *= scale * (tl.load(weight + 2 * HALF + behind, mask=behind < REST, other=0.0).to(tl.float32) + plus)
-    c = tl.load(cos + at, mask=at < HALF, other=0.0)
-    s = tl.load(sin + at, mask=at < HALF, other=0.0)
-    dtype: tl.constexpr = target.dtype.element_ty
-    tl.store(target + head * HEAD_DIM + at, (x * c - y * s).to(dtype), mask=turns)
-    tl.store(target + head * HEAD_DIM + HALF + at, (y * c + x * s).to(dtype), mask=turns)
+    dtype: tl.constexpr = target.dtype.scalar.element_ty
+    tl.store(target + at, (x * c - y * s).to(dtype), mask=turns)
+    tl.store(target + HALF + at, (y * c + x * s).to(dtype), mask=turns)
     if REST > 0:
-        tl.store(target + head * HEAD_DIM + 2 * HALF + behind, rest.to(dtype), mask=stays)
+        tl.store(target + 2 * HALF + behind, rest.to(dtype), mask=stays)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _inputs_kernel(
     qkv,
     cos,
@@ -201,6 +219,7 @@ def _inputs_kernel(
     q,
     k_cache,
     v_cache,
+    rows,
     qkv_stride,
     eps,
     HEADS: tl.constexpr,
@@ -216,41 +235,29 @@ def _inputs_kernel(
     ZERO_CENTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    q_parts: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
-    kv_parts: tl.constexpr = (KV_HEADS + BLOCK - 1) // BLOCK
+    """A program takes BLOCK heads that follow each other, of as many rows as they fill: all queries', then keys', then values'."""
+    q_parts = tl.cdiv(rows * HEADS, BLOCK)
+    kv_parts = tl.cdiv(rows * KV_HEADS, BLOCK)
+    part = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    source = qkv + row * qkv_stride
-    cos += row * HALF
-    sin += row * HALF
     if part < q_parts:
-        to = q + row * (HEADS * HEAD_DIM)
+        source, target, row, live = _heads_of(qkv, q, None, rows, part * BLOCK, qkv_stride, HEADS, HEAD_DIM, BLOCK)
         _turn_heads(
-            source, to, q_norm, cos, sin, part * BLOCK, HEADS, HEAD_DIM,
-            HALF, HALF_POW2, REST, REST_POW2, BLOCK, eps, NORM, ZERO_CENTERED,
+            source, target, row, live, q_norm, cos, sin, HEAD_DIM, HALF, HALF_POW2, REST, REST_POW2, eps, NORM, ZERO_CENTERED
+        )  # fmt: skip
+    elif part < q_parts + kv_parts:
+        first = (part - q_parts) * BLOCK
+        keys = qkv + HEADS * HEAD_DIM
+        source, target, row, live = _heads_of(keys, k_cache, places, rows, first, qkv_stride, KV_HEADS, HEAD_DIM, BLOCK)
+        _turn_heads(
+            source, target, row, live, k_norm, cos, sin, HEAD_DIM, HALF, HALF_POW2, REST, REST_POW2, eps, NORM, ZERO_CENTERED
         )  # fmt: skip
     else:
-        place = tl.load(places + row) * (KV_HEADS * HEAD_DIM)
-        if place >= 0:
-            source += HEADS * HEAD_DIM
-            first = (part - q_parts) * BLOCK
-            if part < q_parts + kv_parts:
-                to = k_cache + place
-                _turn_heads(
-                    source, to, k_norm, cos, sin, first, KV_HEADS, HEAD_DIM,
-                    HALF, HALF_POW2, REST, REST_POW2, BLOCK, eps, NORM, ZERO_CENTERED,
-                )  # fmt: skip
-            else:
-                head = first - kv_parts * BLOCK + tl.arange(0, BLOCK)
-                _copy_heads(source + KV_HEADS * HEAD_DIM, v_cache + place, head, KV_HEADS, HEAD_DIM, HEAD_POW2)
-
-
-@triton.jit
-def _copy_heads(source, target, head, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Heads of one row to another."""
-    at = tl.arange(0, WIDTH)[None, :]
-    here = (head < COUNT)[:, None] & (at < HEAD_DIM)
-    tl.store(target + head[:, None] * HEAD_DIM + at, tl.load(source + head[:, None] * HEAD_DIM + at, mask=here), mask=here)
+        first = (part - q_parts - kv_parts) * BLOCK
+        values = qkv + (HEADS + KV_HEADS) * HEAD_DIM
+        source, target, row, live = _heads_of(values, v_cache, places, rows, first, qkv_stride, KV_HEADS, HEAD_DIM, BLOCK)
+        at = tl.arange(0, HEAD_POW2)[None, :]
+        here = live & (at < HEAD_DIM)
+        tl.store(target + at, tl.load(source + at, mask=here), mask=here)

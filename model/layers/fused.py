@@ -17,7 +17,7 @@ from kernels.delta_decode_triton import DeltaWeights, delta_decode
 from kernels.delta_plan import DeltaPlan, delta_plan
 from kernels.experts_config import ExpertsConfig, default_config, experts_config, experts_shape
 from kernels.experts_grouped import sum_pairs
-from kernels.experts_triton import moe_experts, moe_pairs
+from kernels.experts_triton import moe_pairs
 from kernels.few_rows import MOST_ROWS, FewRowsConfig, few_rows_config, few_rows_shape
 from kernels.few_rows import default_config as default_linear
 from kernels.few_rows_triton import linear_rows
@@ -286,7 +286,7 @@ class FusedOperators:
     def experts(self, layer: Moe, x: torch.Tensor, step: Step) -> torch.Tensor | Pairs:
         """Router and choice, then the experts that this rank holds; a joined shared expert is one of them.
 
-        In a decode step the sum over a row's choices is left to `add_norm`.
+        The sum over a row's choices is left to `add_norm`.
         """
         config = self._experts_config(layer, x.shape[0], x.dtype)
         router, gate_up, down = layer.weights()
@@ -311,8 +311,7 @@ class FusedOperators:
             step.routing.append(experts[:, : layer.top_k])
         if groups is None and config.block_rows and gate_up.shape[0]:
             groups = group_pairs(experts, layer.held.local, gate_up.shape[0], config.block_rows, self._turns)
-        run = moe_pairs if step.batch.decode_only else moe_experts
-        return run(x, experts, weights, layer.held.local, gate_up, down, config=config, groups=groups)
+        return moe_pairs(x, experts, weights, layer.held.local, gate_up, down, config=config, groups=groups)
 
     def mlp(self, layer: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
         """One kernel."""
