@@ -1,9 +1,9 @@
 """One token of each of many sequences through Gated DeltaNet on the GPU, in one kernel, on the slot-indexed pools.
  From the fused projection to the input of the output projection: convolution, unit queries and keys, gates, the delta rule and
 the gated norm; the same functions as `kernels.causal_conv`, `kernels.gated_delta` and `kernels.rms_norm`, which are the
-specification, with float32 arithmetic throughout. A program takes some columns of one value head's state, which is read and
-written once. Whichever program of a key head's group ends last moves the shared inputs of the convolution on and normalises the
-outputs.
+specification, with float32 arithmetic throughout. A program takes one value head of one sequence and holds its state in registers:
+read and written once, in rows of whole lines. All that it reads is asked for at once, so that it lives little longer than one
+access of memory takes; what a program waits for is what the memory idles.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -34,15 +34,21 @@ class DeltaWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaDecodeConfig:
-    """`tile` columns of a state a program."""
+    """`warps` of a program, each with some rows of `columns` columns of a state (0: of all), and at most `registers` a thread.
 
-    tile: int = 32
-    warps: int = 4
+    All are powers of two; warps beside each other, `value_dim // columns`, are at most all. Fewer columns leave less to add up
+    between warps, more make longer stretches of memory.
+    """
+
+    warps: int
+    columns: int = 0
+    registers: int | None = None
 
 
-def default_delta_decode_config(value_dim: int) -> DeltaDecodeConfig:
-    """Columns of 128 bytes: whole sectors, and enough programs for one sequence to fill the chip."""
-    return DeltaDecodeConfig(tile=min(32, value_dim))
+def default_delta_decode_config(key_dim: int, value_dim: int) -> DeltaDecodeConfig:
+    """128 elements of the state a thread: with 128 x 128, a channel each, and two programs on a multiprocessor."""
+    warps = min(max(key_dim * value_dim // 4096, 1), 32)
+    return DeltaDecodeConfig(warps=warps, registers=min(240, 65536 // (32 * warps)))
 
 
 def delta_decode(
@@ -64,7 +70,7 @@ def delta_decode(
     `conv_state [max_slots, channels, kernel - 1]` and `h [max_slots, value_heads, key_dim, value_dim]` float32 are updated in place
     for `slots` [n] int32, all different; a negative slot is idle: its row becomes zeros. Entry i is row i, or `rows[i]`; other rows
     are left as they are in `out`. `turns` int32 holds a zero for each (entry, key head), before and after. With `pdl` the kernel
-    before this one in the stream must not write `h` or `slots`.
+    before this one in the stream must write nothing that is read here but `projected`.
     """
     value_heads, key_dim, value_dim = h.shape[1:]
     channels = conv_state.shape[1]
@@ -77,10 +83,9 @@ def delta_decode(
         out = torch.empty(projected.shape[0], width, dtype=projected.dtype, device=projected.device)
     if count == 0:
         return out
-    config = config or default_delta_decode_config(value_dim)
-    scratch = torch.empty(count, width, dtype=torch.float32, device=projected.device)
+    config = config or default_delta_decode_config(key_dim, value_dim)
     _bound(config, key_heads, value_heads, key_dim, value_dim, channels, weights.conv.shape[1], pdl)(
-        (value_dim // config.tile, value_heads, count),
+        (value_heads, count, 1),
         projected,
         conv_state,
         h,
@@ -90,7 +95,6 @@ def delta_decode(
         weights.a_log,
         weights.dt_bias,
         weights.norm,
-        scratch,
         turns,
         out,
         projected.stride(0),
@@ -118,13 +122,13 @@ def _bound(
         VALUE_DIM=value_dim,
         CHANNELS=channels,
         TAPS=taps,
-        TAPS_POW2=next_power_of_2(taps - 1),
         SCALE=key_dim**-0.5,
-        TILE=config.tile,
-        GROUP_POW2=next_power_of_2(value_heads // key_heads),
+        WARPS=config.warps,
+        COLUMNS=config.columns or value_dim,
         PDL=pdl,
         num_warps=config.warps,
         launch_pdl=pdl,
+        maxnreg=config.registers,
     )
 
 
@@ -146,25 +150,46 @@ def check_delta(projected: torch.Tensor, conv_state: torch.Tensor, h: torch.Tens
 
 
 @triton.jit
-def _convolved(x, state, weight, channel, TAPS: tl.constexpr):
-    """Float32 SiLU of the convolution of some channels of one row with the inputs before it."""
-    total = tl.load(x + channel).to(tl.float32)
-    total *= tl.load(weight + channel * TAPS + (TAPS - 1)).to(tl.float32)
-    for tap in tl.static_range(TAPS - 1):
-        before = tl.load(state + channel * (TAPS - 1) + tap).to(tl.float32)
-        total += before * tl.load(weight + channel * TAPS + tap).to(tl.float32)
+def _carried(state, channel, TAPS: tl.constexpr):
+    """The inputs of some channels before this row, oldest first, as the pool holds them."""
+    inputs = (tl.load(state + channel * (TAPS - 1)),)
+    for tap in tl.static_range(1, TAPS - 1):
+        inputs = inputs + (tl.load(state + channel * (TAPS - 1) + tap),)  # type: ignore[assignment]  # noqa: RUF005
+    return inputs
+
+
+@triton.jit
+def _of_carried(inputs, weight, channel, TAPS: tl.constexpr):
+    """What the convolution of some channels sums over the inputs before this row, and the newest input's factor, in float32."""
+    total = inputs[0].to(tl.float32) * tl.load(weight + channel * TAPS).to(tl.float32)
+    for tap in tl.static_range(1, TAPS - 1):
+        total += inputs[tap].to(tl.float32) * tl.load(weight + channel * TAPS + tap).to(tl.float32)
+    return total, tl.load(weight + channel * TAPS + (TAPS - 1)).to(tl.float32)
+
+
+@triton.jit
+def _activated(newest, before, factor):
+    """SiLU of the convolution."""
+    total = before + newest.to(tl.float32) * factor
     return total * tl.sigmoid(total)
 
 
 @triton.jit
-def _moved_on(x, state, channel, TAPS: tl.constexpr, TAPS_POW2: tl.constexpr):
-    """The carried inputs of some channels after this row `[channels, TAPS_POW2]`, where they go, and which of them exist."""
-    tap = tl.arange(0, TAPS_POW2)[None, :]
-    target = state + channel[:, None] * (TAPS - 1) + tap
-    exists = (channel[:, None] >= 0) & (tap < TAPS - 1)
-    later = tl.load(target + 1, mask=(channel[:, None] >= 0) & (tap < TAPS - 2), other=0.0)
-    newest = tl.load(x + channel)
-    return tl.where(tap == TAPS - 2, newest[:, None], later), target, exists
+def _move_on(state, channel, inputs, newest, TAPS: tl.constexpr):
+    """Drop the oldest carried input of some channels, append the newest."""
+    for tap in tl.static_range(TAPS - 2):
+        tl.store(state + channel * (TAPS - 1) + tap, inputs[tap + 1])
+    tl.store(state + channel * (TAPS - 1) + (TAPS - 2), newest)
+
+
+@triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -178,7 +203,6 @@ def _delta_decode_kernel(
     a_log,
     dt_bias,
     norm_weight,
-    scratch,
     turns,
     out,
     row_stride,
@@ -189,69 +213,88 @@ def _delta_decode_kernel(
     VALUE_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
-    TAPS_POW2: tl.constexpr,
     SCALE: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP_POW2: tl.constexpr,
+    WARPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     WIDTH: tl.constexpr = VALUE_HEADS * VALUE_DIM
-    head, entry = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    slot = tl.load(slots + entry).to(tl.int64)
-    row = entry
-    if rows is not None:
-        row = tl.load(rows + entry).to(tl.int64)
-    out += row * WIDTH
+    head, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key_head = head // GROUP
-    element = tl.arange(0, KEY_DIM)
-    cell = (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + element[:, None] * VALUE_DIM + column[None, :]
-    # The kernel before does not write states, so that their loads start before it ends.
-    state = tl.load(h + cell, mask=column[None, :] < tl.where(slot >= 0, VALUE_DIM, 0), other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if slot < 0:
-        tl.store(out + head * VALUE_DIM + column, tl.zeros([TILE], out.dtype.element_ty))
-        return
-    x = projected + row * row_stride
-    carried = conv_state + slot * (CHANNELS * (TAPS - 1))
+    slot = tl.load(slots + entry).to(tl.int64)
+    held = tl.maximum(slot, 0)
+    element, column = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
     q_channel = key_head * KEY_DIM + element
     k_channel = q_channel + KEY_HEADS * KEY_DIM
     v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
-    query = _convolved(x, carried, conv_weight, q_channel, TAPS)
-    key = _convolved(x, carried, conv_weight, k_channel, TAPS)
-    value = _convolved(x, carried, conv_weight, v_channel, TAPS)
-    after, target, exists = _moved_on(x, carried, v_channel, TAPS, TAPS_POW2)
-    query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * SCALE
-    key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
+    carried = conv_state + held * (CHANNELS * (TAPS - 1))
+    # A state as [ROWS, WARPS_DOWN, WARPS_ACROSS, LANES, COLUMNS]: a thread has 16 bytes of each of ROWS rows, so that sums over
+    # rows begin within it. As a matrix, whose layout leaves the compiler no choice: neighbouring threads take neighbouring parts.
+    WARPS_ACROSS: tl.constexpr = VALUE_DIM // COLUMNS
+    WARPS_DOWN: tl.constexpr = WARPS // WARPS_ACROSS
+    LANES: tl.constexpr = min(KEY_DIM // WARPS_DOWN, max(1, 128 // COLUMNS))
+    ROWS: tl.constexpr = KEY_DIM // (LANES * WARPS_DOWN)
+    part = tl.arange(0, ROWS * WARPS * LANES)[:, None]
+    at_row = (part % LANES * WARPS_DOWN + part // (LANES * WARPS_ACROSS) % WARPS_DOWN) * ROWS + part // (LANES * WARPS)
+    at_column = part // LANES % WARPS_ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    cell = h + (held * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + at_row * VALUE_DIM + at_column
+    # The kernel before writes neither pools nor weights, so that their loads start before it ends.
+    q_inputs = _carried(carried, q_channel, TAPS)
+    k_inputs = _carried(carried, k_channel, TAPS)
+    v_inputs = _carried(carried, v_channel, TAPS)
+    q_before, q_factor = _of_carried(q_inputs, conv_weight, q_channel, TAPS)
+    k_before, k_factor = _of_carried(k_inputs, conv_weight, k_channel, TAPS)
+    v_before, v_factor = _of_carried(v_inputs, conv_weight, v_channel, TAPS)
+    rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+    bias = tl.load(dt_bias + head).to(tl.float32)
+    norm = tl.load(norm_weight + column).to(tl.float32)
+    state = tl.load(cell, mask=at_column < tl.where(slot >= 0, VALUE_DIM, 0), other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = entry
+    if rows is not None:
+        row = tl.load(rows + entry).to(tl.int64)
+    out += row * WIDTH + head * VALUE_DIM + column
+    if slot < 0:
+        tl.store(out, tl.zeros([VALUE_DIM], out.dtype.element_ty))
+        return
+    x = projected + row * row_stride
+    q_newest, k_newest, v_newest = tl.load(x + q_channel), tl.load(x + k_channel), tl.load(x + v_channel)
+    z = tl.load(x + CHANNELS + head * VALUE_DIM + column).to(tl.float32)
     beta = tl.sigmoid(tl.load(x + CHANNELS + WIDTH + head).to(tl.float32))
-    step = tl.load(x + CHANNELS + WIDTH + VALUE_HEADS + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-    softplus = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
-    decay = tl.exp(-tl.exp(tl.load(a_log + head).to(tl.float32)) * softplus)
-    state *= decay
-    correction = (value - tl.sum(state * key[:, None], 0)) * beta
-    state += key[:, None] * correction[None, :]
-    tl.store(h + cell, state)
-    result = tl.sum(state * query[:, None], 0)
-    tl.store(scratch + entry * WIDTH + head * VALUE_DIM + column, result)
-    # Threads may hold copies of one channel: all have read its state before any writes it.
+    step = tl.load(x + CHANNELS + WIDTH + VALUE_HEADS + head).to(tl.float32) + bias
+    decay = tl.exp(rate * tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0)))))
+    query, key = _activated(q_newest, q_before, q_factor), _activated(k_newest, k_before, k_factor)
+    q_square, k_square, both = tl.reduce((query * query, key * key, query * key), 0, _add_three)
+    q_unit, k_unit = tl.rsqrt(q_square + 1e-6) * SCALE, tl.rsqrt(k_square + 1e-6)
+    # Whichever program of a key head comes last moves its inputs on. All it has to know is that the others have theirs: they count
+    # with what the sums give (always 1), which waits for the loads and for nothing else. The answer stays with one thread until it
+    # is needed; a scalar's would be awaited here.
+    turn, thread = turns + entry * KEY_HEADS + key_head, tl.arange(0, 32 * WARPS)
+    one = tl.where(q_square + k_square < 0.0, 2, 1)
+    earlier = tl.atomic_add(turn + thread, one, mask=thread == 0, sem="relaxed")
+    # A gather keeps its operand's layout, one channel a thread, from being that of the state, many a thread.
+    query = tl.permute(tl.reshape(tl.gather(query, element, 0), [LANES, WARPS_DOWN, ROWS]), (2, 1, 0))[:, :, None, :, None]
+    key = tl.permute(tl.reshape(tl.gather(key, element, 0), [LANES, WARPS_DOWN, ROWS]), (2, 1, 0))[:, :, None, :, None]
+    value = tl.reshape(tl.gather(_activated(v_newest, v_before, v_factor), column, 0), [WARPS_ACROSS, COLUMNS])
+    # With S the state before, a the decay and u the correction, the new state's S' q is a S q + u (k q): one sum over rows.
+    state = tl.reshape(state, [ROWS, WARPS_DOWN, WARPS_ACROSS, LANES, COLUMNS])
+    of_key, of_query = tl.reduce((state * key, state * query), 0, _add_two)
+    of_key, of_query = tl.reduce((of_key, of_query), 2, _add_two)
+    of_key, of_query = tl.reduce((of_key, of_query), 0, _add_two)
+    correction = (value - decay * k_unit * of_key) * beta
+    result = decay * q_unit * of_query + both * q_unit * k_unit * correction
+    state = state * decay + key * (k_unit * correction)[None, None, :, None, :]
+    tl.store(cell, tl.reshape(state, [ROWS * WARPS * LANES, COLUMNS]))
+    scale = tl.rsqrt(tl.sum(tl.sum(result * result, 1), 0) / VALUE_DIM + eps)
+    result = tl.reshape(result, [VALUE_DIM]) * (norm * z * tl.sigmoid(z)) * scale
+    tl.store(out, result.to(out.dtype.element_ty))
+    # Threads may hold copies of one channel: all have read its inputs before any writes them.
     tl.debug_barrier()
-    tl.store(target, after, mask=exists)
-    turn = turns + entry * KEY_HEADS + key_head
-    if tl.atomic_add(turn, 1, sem="acq_rel") == GROUP * (VALUE_DIM // TILE) - 1:
+    _move_on(carried, v_channel, v_inputs, v_newest, TAPS)
+    if tl.sum(tl.where(thread == 0, earlier, 0), 0) == GROUP - 1:
         tl.store(turn, 0)
-        q_after, q_target, carries = _moved_on(x, carried, q_channel, TAPS, TAPS_POW2)
-        k_after, k_target, carries = _moved_on(x, carried, k_channel, TAPS, TAPS_POW2)
-        tl.debug_barrier()
-        tl.store(q_target, q_after, mask=carries)
-        tl.store(k_target, k_after, mask=carries)
-        member = tl.arange(0, GROUP_POW2)[:, None]
-        here = member < GROUP
-        at = tl.arange(0, VALUE_DIM)[None, :]
-        element_of = (key_head * GROUP + member) * VALUE_DIM + at
-        mine = tl.load(scratch + entry * WIDTH + element_of, mask=here, other=0.0, cache_modifier=".cg")
-        z = tl.load(x + CHANNELS + element_of, mask=here, other=0.0).to(tl.float32)
-        mine *= tl.rsqrt(tl.sum(mine * mine, 1) / VALUE_DIM + eps)[:, None] * tl.load(norm_weight + at).to(tl.float32)
-        tl.store(out + element_of, (mine * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=here)
+        _move_on(carried, q_channel, q_inputs, q_newest, TAPS)
+        _move_on(carried, k_channel, k_inputs, k_newest, TAPS)

@@ -401,11 +401,11 @@ class Delta(Problem):
         self.plan = delta_plan(self.starts, range(spans), "cuda")
 
     def configs(self) -> Sequence[Any]:
-        """(Tile and warps, dependent launch) for decode, the three kernels' schedules for pieces."""
+        """(Schedule, dependent launch) for decode, the three kernels' schedules for pieces."""
         if self.decode:
-            found = [(DeltaDecodeConfig(), False), (DeltaDecodeConfig(), True)]
-            sizes = ((16, 2), (16, 4), (32, 2), (32, 8), (64, 4), (64, 8), (128, 8), (128, 16))
-            return found + [(DeltaDecodeConfig(tile=tile, warps=warps), False) for tile, warps in sizes]
+            sizes = ((4, 0, 240), (4, 32, 240), (4, 32, None), (8, 16, 128))
+            configs = [DeltaDecodeConfig(warps=warps, columns=columns, registers=most) for warps, columns, most in sizes]
+            return [(config, pdl) for config in configs for pdl in (False, True)]
         default = DeltaChunkConfig()
         states = [(16, 4, 3), (32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 8, 2), (32, 8, 3)]
         found_chunks = [DeltaChunkConfig(tile=tile, state_warps=warps, state_stages=stages) for tile, warps, stages in states]

@@ -17,15 +17,23 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("key_heads", "value_heads", "key_dim", "value_dim", "taps", "tile", "dtype"),
+    ("key_heads", "value_heads", "key_dim", "value_dim", "taps", "config", "dtype"),
     [
-        (1, 1, 16, 16, 4, 16, torch.float32),
-        (1, 3, 16, 32, 4, 16, torch.float32),
-        (3, 6, 32, 16, 2, 8, torch.float16),
-        (2, 4, 16, 16, 3, 4, torch.float32),
+        (1, 1, 16, 16, 4, None, torch.float32),
+        (1, 3, 16, 32, 4, DeltaDecodeConfig(warps=2, columns=16), torch.float32),
+        (3, 6, 32, 16, 2, DeltaDecodeConfig(warps=4), torch.float16),
+        (2, 4, 16, 16, 3, DeltaDecodeConfig(warps=4, columns=8), torch.float32),
     ],
 )
-def test_decode(key_heads: int, value_heads: int, key_dim: int, value_dim: int, taps: int, tile: int, dtype: torch.dtype) -> None:
+def test_decode(
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    taps: int,
+    config: DeltaDecodeConfig | None,
+    dtype: torch.dtype,
+) -> None:
     """Some rows of a batch, in any order of slots, one of them idle; other slots and rows stay as they are."""
     case = DeltaCase(key_heads, value_heads, key_dim, value_dim, taps, slots=5, dtype=dtype)
     projected = case.projection(6)
@@ -43,7 +51,7 @@ def test_decode(key_heads: int, value_heads: int, key_dim: int, value_dim: int, 
         key_heads=key_heads,
         rows=torch.tensor(rows),
         out=out,
-        config=DeltaDecodeConfig(tile=tile),
+        config=config,
     )
     tolerance = 2e-6 if dtype == torch.float32 else 2e-3
     for slot, row in zip(slots, rows, strict=True):
