@@ -139,6 +139,9 @@ def test_the_share_of_collectives_in_a_profile() -> None:
         "_gate_up_kernel": 50.0,
         "ncclDevKernel_Broadcast_RING_LL": 10.0,
         "vectorized_gather_kernel": 10.0,
+        "_merge_kernel": 6.0,
+        "_send_kernel": 4.0,
+        "_best_kernel": 15.0,
     }
     assert kernel_share([{"name": name, "us_per_step": value} for name, value in names.items()]) == pytest.approx(0.4)
     assert kernel_share([]) == 0.0
