@@ -17,7 +17,7 @@ DEMO = "demo"
 """Value of `model` that names the built-in demo checkpoint."""
 
 SECRETS = frozenset({"api_key", "token"})
-ATTENTION_LAYOUTS = ("replicated", "tensor")
+ATTENTION_LAYOUTS = ("replicated", "tensor", "data")
 """Layouts of attention that are served; "auto" is one of them."""
 PER_PROCESS = SECRETS | {"model", "tokenizer", "threads", "host", "port", "log_level"}
 """Fields that may differ between the processes of one server: folders lie elsewhere on another host, secrets stay in one place."""
@@ -49,7 +49,7 @@ class RuntimeConfig(BaseModel):
     max_num_seqs: Count | None = Field(None, description="sequences that run at once; None: 256 on GPU, 16 on CPU")
     max_num_batched_tokens: Count | None = Field(None, description="token budget of one step; None: 8192 on GPU, 512 on CPU")
     block_size: int = Field(16, ge=1, le=256, description="tokens in one block of key/value cache")
-    num_blocks: Count | None = Field(None, description="blocks of key/value cache; None: derived from memory")
+    num_blocks: Count | None = Field(None, description="blocks of key/value cache on each rank; None: derived from memory")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of device memory that the runtime may take")
     max_image_tokens: Count | None = Field(
         None,
@@ -67,7 +67,8 @@ class RuntimeConfig(BaseModel):
     )
     attention_layout: str = Field(
         "auto",
-        description="where attention is computed: 'replicated' on every rank, 'tensor' by heads, 'auto' as should be faster",
+        description="where attention is computed: 'replicated' on every rank, 'tensor' by heads, 'data' by sequences, which gives "
+        "room for as many more of them as there are ranks, 'auto' the faster of the first two",
     )
     protocol: int = Field(2, ge=1, le=2, description="version of the command protocol; 1 is the one-sequence dialect")
     enable_prefix_caching: bool = Field(False, description="reuse the blocks of common prompt beginnings")
@@ -168,8 +169,7 @@ def contradictions(config: RuntimeConfig) -> list[str]:
     slots, budget = config.max_num_seqs, config.max_num_batched_tokens
     layouts = (*ATTENTION_LAYOUTS, "auto")
     if config.attention_layout not in layouts:
-        why = "does not exist yet" if config.attention_layout == "data" else "is not served"
-        problems.append(f"attention_layout {config.attention_layout!r} {why}; {', '.join(map(repr, layouts))} are")
+        problems.append(f"attention_layout {config.attention_layout!r} is not served; {', '.join(map(repr, layouts))} are")
     if config.protocol == 1 and slots not in (None, 1):
         problems.append(f"protocol 1 runs one sequence at a time, but max_num_seqs is {slots}")
     if config.forward_mode == "graph" and config.device == "cpu":

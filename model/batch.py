@@ -52,6 +52,17 @@ class InsertedRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OwnRows:
+    """Rows of the sequences that this rank keeps, where ranks divide them: `rows [R]` int64, their numbers in the batch, ascending.
+
+    `batch` has these rows alone, by the numbers that slots and blocks have on this rank; it is None where R is 0.
+    """
+
+    rows: torch.Tensor
+    batch: ForwardBatch | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoopRows:
     """How often a looped model runs its core for each span, on the host; one entry a span.
 
@@ -115,6 +126,9 @@ class ForwardBatch:
     """Embeddings of images in this batch, in place of their placeholder tokens'."""
     loops: LoopRows | None = None
     """None: the core runs once for every span."""
+    own: OwnRows | None = None
+    """What mixes tokens runs over these rows alone, with caches and states by their batch. None: over all rows, by this batch;
+    where ranks divide the sequences, those of others are idle rows in it then (slot -1, length 0, no place)."""
 
     @classmethod
     def from_spans(

@@ -140,6 +140,8 @@ class ModelConfig(FamilyConfig):
     max_positions: int
     split: int = 1
     """Ranks that heads and units of dense MLPs are divided among (see `model.share`); sizes here are the whole model's."""
+    owners: int = 1
+    """Ranks that sequences are divided among: each mixes tokens of its own alone, and keeps what these leave."""
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -28,7 +28,11 @@ from model.vision.tower import VisionTower
 
 
 class DecoderLayer(StepModule):
-    """Pre-norm residual layer: a token mixer, then an MLP. With heads divided among ranks, the outputs of both are partial sums."""
+    """Pre-norm residual layer: a token mixer, then an MLP.
+
+    With heads divided among ranks, the outputs of both are partial sums. With sequences divided, the mixer's are: each rank gives
+    the rows of its own and zeros for the others, so that the sum over ranks is exactly what a row's owner computed.
+    """
 
     def __init__(
         self, number: int, layer: LayerConfig, config: ModelConfig, held: tuple[int, ...], parallel: Parallel, build: Build
@@ -45,15 +49,29 @@ class DecoderLayer(StepModule):
         self.moe = Moe(experts, config.hidden_size, held, parallel, build) if experts is not None else None
         self.mlp = None if self.moe is not None else Mlp(config.hidden_size, config.intermediate_size, build)
         self.divided = config.split > 1
+        self.owned = config.owners > 1
 
     def forward(self, x: torch.Tensor, pending: Pending | None, step: Step) -> Pending:
         """Take the output of the layer before into the residual `x [T, hidden]`, in place; this layer's output is pending."""
-        mixed = self.mixer(step.operators.add_norm(x, pending, self.mixer_norm, step), step)
-        normed = step.operators.add_norm(x, Pending(mixed, partial=self.divided), self.mlp_norm, step)
+        normed = step.operators.add_norm(x, pending, self.mixer_norm, step)
+        mixed = self._mix_own(normed, step) if self.owned else self.mixer(normed, step)
+        normed = step.operators.add_norm(x, Pending(mixed, partial=self.divided or self.owned), self.mlp_norm, step)
         if self.moe is not None:
             return self.moe(normed, step)
         assert self.mlp is not None
         return Pending(self.mlp(normed, step), partial=self.divided)
+
+    def _mix_own(self, normed: torch.Tensor, step: Step) -> torch.Tensor:
+        """The mixer's output `[T, hidden]`, zeros in the rows of sequences that other ranks keep."""
+        own = step.batch.own
+        if own is None:
+            mixed = self.mixer(normed, step)
+            # An idle row goes into the output projection as zeros, and leaves as its bias.
+            return mixed if self.mixer.out.bias is None else mixed * (step.batch.slots >= 0).unsqueeze(1)
+        mixed = torch.zeros_like(normed)
+        if step.own is not None:
+            mixed.index_copy_(0, own.rows, self.mixer(normed.index_select(0, own.rows), step.own))
+        return mixed
 
 
 class Decoder(nn.Module):
@@ -100,8 +118,7 @@ class Decoder(nn.Module):
         """One ragged forward; writes the caches and recurrent states of the batch's slots."""
         self._check(batch)
         x, inputs = self._enter(batch)
-        prepared = self._operators.prepare(batch, self._rotary, x.dtype)
-        step = Step(batch=batch, state=state, comm=comm, operators=self._operators, prepared=prepared)
+        step = self._step(batch, state, comm, x.dtype)
         captures = {}
         pending = None
         for number, layer in enumerate(self.layers):
@@ -132,6 +149,14 @@ class Decoder(nn.Module):
             return self._operators.embed(batch.token_ids, self.embedding)
         x = self.embed(batch)
         return x, x.clone() if batch.routing else None
+
+    def _step(self, batch: ForwardBatch, state: StateRegistry, comm: Communicator, dtype: torch.dtype) -> Step:
+        """The forward's step. What mixes tokens has its tables of the rows that this rank keeps, where they are apart."""
+        own = None
+        if batch.own is not None and batch.own.batch is not None:
+            own = self._step(batch.own.batch, state, comm, dtype)
+        prepared = self._operators.prepare(batch, self._rotary, dtype) if batch.own is None else None
+        return Step(batch=batch, state=state, comm=comm, operators=self._operators, prepared=prepared, own=own)
 
     def _add_features(self, layer: int, x: torch.Tensor, batch: ForwardBatch) -> None:
         """Add the deepstack features that follow `layer` to the rows of images; what the layer gave may still be pending."""

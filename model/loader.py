@@ -34,6 +34,7 @@ from model.spec import ModelSpec
 from model.vision.tower import VisionTower
 
 LoadFormat = Literal["auto", "dummy"]
+AttentionLayout = Literal["replicated", "tensor", "data"]
 Progress = bool | Literal["always"]
 
 
@@ -124,13 +125,14 @@ def prepare_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     operators: Operators | None = None,
-    attention_layout: Literal["replicated", "tensor"] = "replicated",
+    attention_layout: AttentionLayout = "replicated",
 ) -> PreparedModel:
     """Resolve the configuration, build the module on the meta device and check the files' headers against its weight map.
 
     Raises UnsupportedModel for an architecture or option that is not served, CheckpointError for tensors that are missing,
     surplus or mis-shaped and for truncated files. `seed` is for dummy weights, which need no more than a config.json. With
-    the layout "tensor" this rank has its part of the heads; UnsupportedModel names sizes that do not divide.
+    the layout "tensor" this rank has its part of the heads; UnsupportedModel names sizes that do not divide. With "data" it has
+    all heads, for the rows of its own sequences.
     """
     device = torch.device(device)
     opened = open_folder(folder)
@@ -138,6 +140,8 @@ def prepare_model(
     config = registry.resolve(opened.config, opened.generation, opened.processors)
     if attention_layout == "tensor":
         config = registry.family_of(config.architecture).split(config, parallel.world)
+    elif attention_layout == "data":
+        config = registry.family_of(config.architecture).own(config, parallel.world)
     spec = registry.spec_of(config)
     placement = ExpertPlacement.build(spec.num_experts, parallel.world)
     manifest = read_manifest(opened.path) if load_format == "auto" else None
@@ -171,7 +175,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     progress: Progress = True,
-    attention_layout: Literal["replicated", "tensor"] = "replicated",
+    attention_layout: AttentionLayout = "replicated",
 ) -> LoadedModel:
     """Prepare and load in one call, where no memory plan is wanted in between."""
     prepared = prepare_model(

@@ -45,7 +45,7 @@ class Needs:
     `step_bytes` bounds the temporaries of a step: `model.scratch` has that of decoders. `held` are the experts of this rank in a
     layer, `head` says that it samples, `kernels` that the fused forms run, `graphs` that decode steps are captured. `images` are
     lines of what images take, where the model has vision; `shared` are lines of what the rank shares with others, such as buffers
-    that its peers read.
+    that its peers read. Of `owners` ranks that divide the sequences, each keeps what its part of the slots leaves.
     """
 
     step_bytes: Callable[[StepSize], int]
@@ -57,6 +57,7 @@ class Needs:
     max_slots: int | None = None
     num_blocks: int | None = None
     world: int = 1
+    owners: int = 1
     held: int = 0
     head: bool = True
     kernels: bool = False
@@ -135,7 +136,7 @@ def graph_bytes(spec: ModelSpec, needs: Needs, max_slots: int, device: str) -> t
 
 
 def plan_memory(spec: ModelSpec, needs: Needs, memory: DeviceMemory, utilization: float) -> MemoryPlan:
-    """Blocks and slots for one rank within `utilization` of the total, less what is used already.
+    """Slots, and blocks for one rank, within `utilization` of the total, less what is used already.
 
     Slots not given: DEFAULT_SLOTS, halved until the recurrent states take at most half of what the weights leave. Blocks not given:
     what is left, but no more than all slots could fill, and on a CPU no more than HOST_CACHE_LIMIT. Raises MemoryPlanError, with
@@ -144,12 +145,13 @@ def plan_memory(spec: ModelSpec, needs: Needs, memory: DeviceMemory, utilization
     budget = int(memory.total * utilization) - memory.used
     reserve = RESERVE.get(memory.kind, RESERVE["cuda"])
     slot = bytes_per_slot(spec, needs.dtype)
-    max_slots = needs.max_slots or _slots_that_fit(slot, budget - needs.weight_bytes - reserve)
+    max_slots = needs.max_slots or _slots_that_fit(slot, budget - needs.weight_bytes - reserve, needs.owners)
+    kept = -(-max_slots // needs.owners)
     block = bytes_per_block(spec, needs.block_size, needs.dtype)
     one = -(-needs.max_model_len // needs.block_size)
     fixed = (
         ("weights", needs.weight_bytes),
-        (f"recurrent state, {max_slots} slots of {slot:,} B", max_slots * slot),
+        (f"recurrent state, {kept} slots of {slot:,} B", kept * slot),
         *_working_lines(spec, needs, max_slots, memory.kind),
         *needs.images,
         *needs.shared,
@@ -157,7 +159,7 @@ def plan_memory(spec: ModelSpec, needs: Needs, memory: DeviceMemory, utilization
     )
     left = budget - sum(size for _, size in fixed)
     given = needs.num_blocks is not None
-    blocks = needs.num_blocks if needs.num_blocks is not None else _blocks_that_fit(block, left, one, max_slots, memory.kind)
+    blocks = needs.num_blocks if needs.num_blocks is not None else _blocks_that_fit(block, left, one, kept, memory.kind)
     shown = blocks if given else max(blocks, one)
     lines = (
         fixed[0],
@@ -178,23 +180,24 @@ def _working_lines(spec: ModelSpec, needs: Needs, max_slots: int, kind: str) -> 
         lines.append((f"sampler, {max_slots} slots of {5 * spec.vocab_size:,} B", sampler_bytes(spec.vocab_size, max_slots)))
     if needs.graphs:
         width = -(-needs.max_model_len // needs.block_size)
-        lines.append((f"block tables, {max_slots} slots of {width} blocks", 4 * max_slots * width))
+        kept = -(-max_slots // needs.owners)
+        lines.append((f"block tables, {kept} slots of {width} blocks", 4 * kept * width))
         count, size_of_graphs = graph_bytes(spec, needs, max_slots, kind)
         lines.append((f"graphs of {count} decode steps (estimate)", size_of_graphs))
     return lines
 
 
-def _slots_that_fit(slot: int, left: int) -> int:
-    """DEFAULT_SLOTS, halved until their states take at most half of `left`."""
+def _slots_that_fit(slot: int, left: int, owners: int) -> int:
+    """DEFAULT_SLOTS, halved until the states of an owner's part of them take at most half of `left`."""
     slots = DEFAULT_SLOTS
-    while slots > 1 and slots * slot > left // 2:
+    while slots > 1 and -(-slots // owners) * slot > left // 2:
         slots //= 2
     return slots
 
 
-def _blocks_that_fit(block: int, left: int, one: int, max_slots: int, kind: str) -> int:
-    """Blocks for `left` bytes, bounded by use and on a CPU by HOST_CACHE_LIMIT. `one` is what a longest sequence takes."""
-    useful = one * max_slots
+def _blocks_that_fit(block: int, left: int, one: int, slots: int, kind: str) -> int:
+    """Blocks for `left` bytes, bounded by what `slots` use and on a CPU by HOST_CACHE_LIMIT. `one` is for a longest sequence."""
+    useful = one * slots
     if block == 0:
         return useful
     if kind == "cpu":

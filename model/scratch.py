@@ -92,8 +92,8 @@ def norm_row(hidden: int, size: StepSize) -> int:
 
 
 def mixer_bytes(config: ModelConfig, layer: LayerConfig, size: StepSize) -> int:
-    """A layer's token mixer, with the normed input and the projected output."""
-    ends = size.rows * 2 * config.hidden_size * size.element
+    """A layer's token mixer, with the normed input and the projected output; both twice where a rank takes its own rows out."""
+    ends = size.rows * (2 if config.owners == 1 else 4) * config.hidden_size * size.element
     if layer.kind is LayerKind.LINEAR and config.delta is not None:
         return ends + delta_bytes(config.delta, size)
     return ends + attention_bytes(config.attention, size)

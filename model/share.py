@@ -1,5 +1,6 @@
 """One rank's part of a decoder whose heads are divided among the ranks (attention layout `tensor`), as plain numbers. No torch.
 
+With the layout `data` sequences are divided, and every rank has all heads.
 Rank r of P has query heads `[r H/P, (r + 1) H/P)` and the key/value heads that these read, value heads of Gated DeltaNet layers and
 their key heads, and the units `[r U/P, (r + 1) U/P)` of dense MLPs. Where there are fewer key/value heads than ranks, each is on
 several ranks. Experts are placed as in every layout (`model.parallel`); routers and shared experts are on every rank.
@@ -20,6 +21,11 @@ def split(config: ModelConfig, ranks: int) -> ModelConfig:
     if faults:
         raise UnsupportedModel(f"attention_layout 'tensor' on {ranks} ranks: {'; '.join(faults)}")
     return replace(config, split=ranks)
+
+
+def own(config: ModelConfig, ranks: int) -> ModelConfig:
+    """The configuration of a model whose sequences are divided among `ranks`: any that has one can be."""
+    return replace(config, owners=ranks)
 
 
 def share(config: ModelConfig) -> ModelConfig:

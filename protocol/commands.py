@@ -130,7 +130,8 @@ class Alloc(Body, frozen=True):
     A prefix hit gives the slot its first `prefix_length` positions at once: `prefix_blocks` hold them already and are shared,
     never written. `prefix_length` is a multiple of the block size. Positions below `prompt_length` are the prompt's: an image's
     placeholder token there must have a row of VISION, while one that was generated is a token like any other. `loops` of more than
-    one bind the slot's forwards: the prompt in one piece, without a prefix, then single rows. None is one loop.
+    one bind the slot's forwards: the prompt in one piece, without a prefix, then single rows. None is one loop. Where ranks divide
+    the sequences, `owner_rank` keeps this one: the slot modulo the ranks. Its blocks, here and in every command, are of that rank.
     """
 
     cmd: ClassVar[Cmd] = Cmd.ALLOC

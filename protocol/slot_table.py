@@ -69,6 +69,9 @@ class SlotLimits:
 
     `max_vision_rows` bounds the rows of images that all slots together hold; 0: the model takes none. `recurrent`: some layer's
     state cannot be cut at a position, so COPY takes all of its source, and prefixes cannot be shared. `max_loops` is the model's.
+
+    With more than one of `owners`, ranks divide the sequences (attention layout `data`): rank `slot % owners` alone keeps the
+    sequence of a slot, as its slot `slot // owners`, in blocks of its own. Every owner has `num_blocks`, each numbered from 0.
     """
 
     max_slots: int
@@ -81,6 +84,22 @@ class SlotLimits:
     max_vision_rows: int = 0
     recurrent: bool = False
     max_loops: int = 1
+    owners: int = 1
+
+    @property
+    def slots_of_owner(self) -> int:
+        """The most slots that one owner has."""
+        return -(-self.max_slots // self.owners)
+
+    def owner(self, slot: int) -> int:
+        """Which owner keeps the sequence of a slot."""
+        return slot % self.owners
+
+    def kept(self, slot: int, rank: int) -> int | None:
+        """The number of a slot in the state that `rank` keeps; None when the sequence is another owner's."""
+        if self.owners == 1:
+            return slot
+        return slot // self.owners if slot % self.owners == rank else None
 
     def blocks_for(self, rows: int) -> int:
         """Blocks that hold `rows` rows."""
@@ -90,16 +109,22 @@ class SlotLimits:
 class SlotTable(list[SequenceState | None]):
     """`max_slots` entries, None for EMPTY. Entries and their blocks change through `apply`, `poison` and `clear_all` alone.
 
-    `users[b]` counts the slots that name block b; `writer[b]` is the slot that b was given to as a new block, or `NO_WRITER`.
-    `vision_rows` counts the rows of images that all slots hold, `looped` the slots of more than one loop.
+    `users[b]` counts the slots that name block b; `writer[b]` is the slot that b was given to as a new block, or `NO_WRITER`. There
+    block b of owner o is number `o * num_blocks + b`: see `first_block`. `vision_rows` counts the rows of images that all slots
+    hold, `looped` the slots of more than one loop.
     """
 
     def __init__(self, limits: SlotLimits) -> None:
         super().__init__([None] * limits.max_slots)
-        self.users = [0] * limits.num_blocks
-        self.writer = [NO_WRITER] * limits.num_blocks
+        self.users = [0] * (limits.owners * limits.num_blocks)
+        self.writer = [NO_WRITER] * (limits.owners * limits.num_blocks)
+        self._owners, self._num_blocks = limits.owners, limits.num_blocks
         self.vision_rows = 0
         self.looped = 0
+
+    def first_block(self, slot: int) -> int:
+        """Where the blocks of the slot's owner begin in `users` and `writer`."""
+        return slot % self._owners * self._num_blocks
 
     def clear_all(self) -> None:
         """Every slot to EMPTY: the start of an epoch."""
@@ -238,13 +263,14 @@ def _blake(*parts: bytes) -> int:
 def check_integrity(slots: SlotTable, limits: SlotLimits) -> None:
     """Recompute the index and every invariant; raises `EpDiverged` naming all that is wrong."""
     faults = []
-    users = array("q", [0]) * limits.num_blocks
+    users = array("q", [0]) * len(slots.users)
     for slot, state in enumerate(slots):
         if state is None:
             continue
         faults += [f"slot {slot}: {fault}" for fault in _faults(slot, state, limits)]
+        first = slots.first_block(slot)
         for block in state.blocks:
-            users[block] += 1
+            users[first + block] += 1
     held = sum(state.rows for state in slots if state is not None)
     if held != slots.vision_rows or held > limits.max_vision_rows:
         faults.append(f"slots hold {held} rows of images, the table says {slots.vision_rows}, the limit {limits.max_vision_rows}")
@@ -253,17 +279,27 @@ def check_integrity(slots: SlotTable, limits: SlotLimits) -> None:
         faults.append(f"{looped} slots have more than one loop, the table says {slots.looped}")
     if len(slots) != limits.max_slots:
         faults.append(f"table has {len(slots)} slots, not {limits.max_slots}")
-    for block in range(limits.num_blocks):
-        writer = slots.writer[block]
-        if users[block] != slots.users[block]:
-            faults.append(f"block {block} has {users[block]} users, the index says {slots.users[block]}")
-        owner = slots[writer] if writer != NO_WRITER else None
-        if writer != NO_WRITER and (owner is None or block not in owner.blocks[owner.shared_blocks :]):
-            faults.append(f"block {block} has writer {writer}, which does not hold it")
-        if users[block] > 1 and writable(block, slots, limits):
-            faults.append(f"block {block} has {users[block]} users and is still written by slot {writer}")
+    for number, count in enumerate(users):
+        faults += _block_faults(number, count, slots, limits)
     if faults:
         raise EpDiverged(f"slot table: {'; '.join(faults)}")
+
+
+def _block_faults(number: int, users: int, slots: SlotTable, limits: SlotLimits) -> list[str]:
+    """What is wrong with an entry of the index of blocks, which `users` slots name."""
+    owner, block = divmod(number, limits.num_blocks)
+    name = f"block {block}" if limits.owners == 1 else f"block {block} of owner {owner}"
+    writer = slots.writer[number]
+    faults = []
+    if users != slots.users[number]:
+        faults.append(f"{name} has {users} users, the index says {slots.users[number]}")
+    if writer != NO_WRITER:
+        state = slots[writer]
+        if state is None or limits.owner(writer) != owner or block not in state.blocks[state.shared_blocks :]:
+            faults.append(f"{name} has writer {writer}, which does not hold it")
+    if users > 1 and writable(number, slots, limits):
+        faults.append(f"{name} has {users} users and is still written by slot {writer}")
+    return faults
 
 
 def _faults(slot: int, state: SequenceState, limits: SlotLimits) -> list[str]:
@@ -293,18 +329,19 @@ def _rows_due(state: SequenceState) -> int:
     return sum(grid.stop - grid.start for grid in state.grids[state.skipped :])
 
 
-def writable(block: int, slots: SlotTable, limits: SlotLimits) -> bool:
-    """Whether the slot that was given this block may still write rows to it: it holds it past its full blocks."""
-    writer = slots.writer[block]
+def writable(number: int, slots: SlotTable, limits: SlotLimits) -> bool:
+    """Whether the slot that was given this block of the index may still write rows to it: it holds it past its full blocks."""
+    writer = slots.writer[number]
     state = slots[writer] if writer != NO_WRITER else None
-    return state is not None and block in state.blocks[state.length // limits.block_size :]
+    return state is not None and number % limits.num_blocks in state.blocks[state.length // limits.block_size :]
 
 
 def _take(blocks: Sequence[int], shared: int, slot: int, slots: SlotTable) -> None:
+    first = slots.first_block(slot)
     for index, block in enumerate(blocks):
-        slots.users[block] += 1
+        slots.users[first + block] += 1
         if index >= shared:
-            slots.writer[block] = slot
+            slots.writer[first + block] = slot
 
 
 def _free(slot: int, slots: SlotTable) -> None:
@@ -314,10 +351,11 @@ def _free(slot: int, slots: SlotTable) -> None:
     _let_rows_go(state, slots)
     slots.looped -= state.loops is not None
     slots[slot] = None
+    first = slots.first_block(slot)
     for block in state.blocks:
-        slots.users[block] -= 1
-        if slots.writer[block] == slot:
-            slots.writer[block] = NO_WRITER
+        slots.users[first + block] -= 1
+        if slots.writer[first + block] == slot:
+            slots.writer[first + block] = NO_WRITER
 
 
 def _let_rows_go(state: SequenceState, slots: SlotTable) -> None:

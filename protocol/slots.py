@@ -115,6 +115,10 @@ def _prepare_alloc(command: Alloc, slot: int, slots: SlotTable, limits: SlotLimi
     _check_budget("ALLOC", slot, command.token_budget, limits)
     _require(command.adapter <= limits.max_adapter, f"ALLOC: adapter is {command.adapter}, the highest is {limits.max_adapter}")
     _require(command.owner_rank < limits.world, f"ALLOC: owner rank is {command.owner_rank}, there are {limits.world} ranks")
+    _require(
+        limits.owners == 1 or command.owner_rank == limits.owner(slot),
+        f"ALLOC: owner rank of slot {slot} is {command.owner_rank}, of {limits.owners} owners that is {limits.owner(slot)}",
+    )
     prefix, blocks = command.prefix_length, command.prefix_blocks
     _require(
         prefix == len(blocks) * limits.block_size,
@@ -160,6 +164,10 @@ def _prepare_copy(command: Copy, slot: int, slots: SlotTable, limits: SlotLimits
     _check_empty("COPY", slot, slots, limits)
     source = _active("COPY", command.source, slots, limits)
     length, shared, pairs = command.length, len(command.shared_blocks), command.block_pairs
+    _require(
+        limits.owner(slot) == limits.owner(source.slot),
+        f"COPY: slot {slot} is of owner {limits.owner(slot)}, slot {source.slot} of {limits.owner(source.slot)}",
+    )
     _require(length <= source.length, f"COPY: length is {length}, slot {source.slot} has {source.length} rows")
     _require(
         length == source.length or not limits.recurrent,
@@ -254,29 +262,36 @@ def _check_budget(name: str, slot: int, budget: int, limits: SlotLimits) -> None
 
 def _check_new(name: str, slot: int, blocks: Sequence[int], given: set[int], slots: SlotTable, limits: SlotLimits) -> None:
     """Blocks that will be written: in range, named once in the command (`given` collects them), and in no slot's table."""
+    first = slots.first_block(slot)
     for block in blocks:
         if not 0 <= block < limits.num_blocks:
             raise EpCommandFailed(f"{name}: block {block} for slot {slot}, there are {limits.num_blocks}")
-        if block in given:
+        number = first + block
+        if number in given:
             raise EpCommandFailed(f"{name}: block {block} for slot {slot} is given twice")
-        if slots.users[block]:
-            raise EpCommandFailed(f"{name}: block {block} for slot {slot} is held by {_holders(block, slots)}")
-        given.add(block)
+        if slots.users[number]:
+            raise EpCommandFailed(f"{name}: block {block} for slot {slot} is held by {_holders(number, slots)}")
+        given.add(number)
 
 
 def _check_shared(name: str, slot: int, blocks: Sequence[int], slots: SlotTable, limits: SlotLimits) -> None:
     """Blocks that will only be read: in range, named once, and past what any slot still writes."""
     given: set[int] = set()
+    first = slots.first_block(slot)
     for block in blocks:
         if not 0 <= block < limits.num_blocks:
             raise EpCommandFailed(f"{name}: block {block} for slot {slot}, there are {limits.num_blocks}")
         if block in given:
             raise EpCommandFailed(f"{name}: block {block} for slot {slot} is given twice")
-        if writable(block, slots, limits):
-            raise EpCommandFailed(f"{name}: block {block} for slot {slot} is still written by slot {slots.writer[block]}")
+        if writable(first + block, slots, limits):
+            raise EpCommandFailed(f"{name}: block {block} for slot {slot} is still written by slot {slots.writer[first + block]}")
         given.add(block)
 
 
-def _holders(block: int, slots: SlotTable) -> str:
-    held = [str(slot) for slot, state in enumerate(slots) if state is not None and block in state.blocks]
+def _holders(number: int, slots: SlotTable) -> str:
+    held = [
+        str(slot)
+        for slot, state in enumerate(slots)
+        if state is not None and any(slots.first_block(slot) + block == number for block in state.blocks)
+    ]
     return f"slot{'s' * (len(held) > 1)} {', '.join(held)}"

@@ -21,7 +21,7 @@ from model.spec import LayerKind, ModelSpec
 from model.state.sizes import DTYPE_BYTES
 
 LAYOUTS = ("replicated", "tensor", "data")
-"""Layouts of attention that the model knows, whether they are served or not."""
+"""Layouts of attention that the model knows."""
 
 PAIRED_ROWS = 2
 """Up to this many rows experts run without grouping (`kernels.experts_config`)."""
@@ -171,7 +171,7 @@ def rank_bytes(model: ModelCosts, case: Case) -> StepBytes:
 
 
 def collectives(model: ModelCosts, layout: str, world: int) -> int:
-    """Sums, gathers and scatters of a step: one a layer when attention is everywhere, else two; the head's gather left out."""
+    """Sums of a step: one a routed layer when attention is everywhere, else two a layer; the head's gather left out."""
     if world == 1:
         return 0
     return len(model.spec.moe_layers) if layout == "replicated" else 2 * model.spec.num_layers
@@ -204,8 +204,6 @@ def decode_step(machine: Machine, model: ModelCosts, case: Case) -> StepCost:
     if case.batch > PAIRED_ROWS:
         fixed += fitted.grouping * len(model.spec.moe_layers)
     part = case.batch * model.config.hidden_size * model.element
-    if case.layout == "data":
-        part = -(-part // case.world)
     count = collectives(model, case.layout, case.world)
     return StepCost(
         floor=rank_bytes(model, case).milliseconds(machine.bandwidth),
@@ -227,7 +225,7 @@ def prefill_flops(model: ModelCosts, layout: str, world: int) -> float:
 def prefill_seconds(machine: Machine, model: ModelCosts, case: Case, *, rows: int, step_rows: int) -> float:
     """To take in `rows` prompt rows in steps of at most `step_rows`, with their collectives."""
     steps = -(-rows // step_rows)
-    part = rows * model.config.hidden_size * model.element / (case.world if case.layout == "data" else 1)
+    part = rows * model.config.hidden_size * model.element
     # The latency is part of `prefill_fixed`; the bytes are not.
     moved = (case.per_host - 1) * part / machine.links.inside + (case.hosts - 1) * part / machine.links.between
     sums = collectives(model, case.layout, case.world) * moved

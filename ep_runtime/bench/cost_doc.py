@@ -23,7 +23,6 @@ from ep_runtime.bench.cost_models import (
     read_results,
     save_machine,
 )
-from ep_runtime.config import ATTENTION_LAYOUTS
 
 MACHINE = "nvidia_h200"
 RANKS = (1, 2, 4, 8)
@@ -151,8 +150,7 @@ def ranks_table(machine: Machine, models: Mapping[str, ModelCosts]) -> str:
                     for world in RANKS
                 ]
                 share = costs[max(worlds)].collectives / costs[max(worlds)].device
-                served = "" if layout in ATTENTION_LAYOUTS else ", not served yet"
-                lines.append((model.name, layout + served, str(batch), *cells, f"{share:.0%}"))
+                lines.append((model.name, layout, str(batch), *cells, f"{share:.0%}"))
     return _markdown(("model", "layout", "batch", *(f"{world}" for world in RANKS), "collectives at 8"), lines)
 
 

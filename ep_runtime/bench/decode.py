@@ -86,9 +86,10 @@ def measure(session: Session, prompts: list[list[int]], new_tokens: int) -> dict
     check_complete(outputs, new_tokens)
     intervals = steady_intervals(llm.arrivals, batch)
     times = summarise(intervals)
-    moved = llm.step_bytes(batch, len(prompts[0]) + new_tokens // 2)
+    context = len(prompts[0]) + new_tokens // 2
+    moved = llm.step_bytes(batch, context)
     floor = moved.milliseconds(session.bandwidth)
-    divided = moved if llm.layout == "tensor" else split(moved, llm.parallel.world)
+    divided = moved if llm.layout == "tensor" else split(llm.step_bytes(batch, context, owners=1), llm.parallel.world)
     return {
         "batch": batch,
         "step_ms": times.median,

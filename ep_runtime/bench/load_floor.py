@@ -3,7 +3,7 @@
 A step moves the weights that its rows hit, the keys and values of its contexts, and its sequences' recurrent states; it multiplies
 each row by the weights of its experts and all dense ones, and each sampled row by the head. The floor is the longer of the two,
 summed over the steps. Products of attention and activations are left out, so it stays a lower bound; so does the number of experts
-hit, which is interpolated between powers of two.
+hit, which is interpolated between powers of two. Where ranks divide the sequences, each is taken to have its even share of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,15 @@ class FloorModel:
     """What the steps of one model cost at least on one rank. `bandwidth` in bytes, `peak` in operations per second."""
 
     def __init__(
-        self, weights: WeightBytes, spec: ModelSpec, placement: ExpertPlacement, dtype: str, *, bandwidth: float, peak: float
+        self,
+        weights: WeightBytes,
+        spec: ModelSpec,
+        placement: ExpertPlacement,
+        dtype: str,
+        *,
+        bandwidth: float,
+        peak: float,
+        owners: int = 1,
     ) -> None:
         self._weights = weights
         self._spec = spec
@@ -45,6 +53,7 @@ class FloorModel:
         self._world = placement.world
         self._bandwidth = bandwidth
         self._peak = peak
+        self._owners = owners
         self._counts, self._hits = hit_table(placement, spec.experts_per_token) if spec.moe_layers else ([0, 1], [0.0, 0.0])
 
     def of_plans(self, plans: Sequence[Plan]) -> LoadFloor:
@@ -66,10 +75,11 @@ class FloorModel:
         ends = [span.start + span.length for span in plan.spans]
         cached = sum(sum(min(end, c.window or end) for end in ends) * c.block_elements(1) for c in self._spec.caches)
         experts = float(np.interp(rows, self._counts, self._hits)) * layers * weights.expert + rows * weights.row
-        moved = experts + weights.dense + (weights.head if sampled else 0) + cached * self._element + self._state * len(plan.spans)
+        kept = (cached * self._element + self._state * len(plan.spans)) / self._owners
+        moved = experts + weights.dense + (weights.head if sampled else 0) + kept
         # Of a row's experts the busier rank has no less than its even share.
         chosen = self._spec.experts_per_token * layers * weights.expert / self._world
-        flops = 2 * (rows * (weights.dense + chosen) + sampled * weights.head) / self._element
+        flops = 2 * (rows * (weights.dense / self._owners + chosen) + sampled * weights.head) / self._element
         return moved, flops
 
 

@@ -84,15 +84,18 @@ class MeasuredLLM(LLM):
         """Hand a request to the head, or take some back; the next turn of the head receives it."""
         self._port.send(message)
 
-    def step_bytes(self, batch: int, context: int) -> StepBytes:
-        """What the busier rank moves in one decode step."""
-        return step_bytes(self.weights, self._rank.spec, self._rank.loaded.placement, self.dtype, batch=batch, context=context)
+    def step_bytes(self, batch: int, context: int, *, owners: int | None = None) -> StepBytes:
+        """What the busier rank moves in one decode step; or would, if so many `owners` divided the sequences."""
+        owners = owners or self._rank.owners
+        placement = self._rank.loaded.placement
+        return step_bytes(self.weights, self._rank.spec, placement, self.dtype, batch=batch, context=context, owners=owners)
 
     def floor_model(self, bandwidth: float) -> FloorModel:
         """What any step costs at least: at `bandwidth` bytes per second, and at what a large product reaches here, now measured."""
         loaded = self._rank.loaded
         peak = matrix_peak(self.device, self._rank.dtype)
-        return FloorModel(self.weights, self._rank.spec, loaded.placement, self.dtype, bandwidth=bandwidth, peak=peak)
+        spec, owners = self._rank.spec, self._rank.owners
+        return FloorModel(self.weights, spec, loaded.placement, self.dtype, bandwidth=bandwidth, peak=peak, owners=owners)
 
     def memory_bytes(self) -> int:
         """Most memory that this rank has held: the device's, as torch counts it, or the process's on a CPU."""

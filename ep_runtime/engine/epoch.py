@@ -90,11 +90,12 @@ class RankEpoch:
             max_vision_rows=rank.max_image_tokens,
             recurrent=not rank.spec.rewindable,
             max_loops=rank.spec.max_loops,
+            owners=rank.owners,
         )
         self.slots = SlotTable(self.limits)
         self.state = StateRegistry(
             rank.spec,
-            max_slots=self.limits.max_slots,
+            max_slots=self.limits.slots_of_owner,
             num_blocks=num_blocks,
             block_size=config.block_size,
             dtype=rank.dtype,

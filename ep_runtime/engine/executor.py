@@ -17,6 +17,7 @@ import torch
 from ep_runtime.engine.block_tables import BlockTables
 from ep_runtime.engine.digest import StateDigest, log_slots, read_sums
 from ep_runtime.engine.graphs import DecodeGraphs
+from ep_runtime.engine.own_rows import all_own, batch_of, idle_but_own, own_rows
 from ep_runtime.engine.staging import upload
 from ep_runtime.engine.vision.forward import batch_positions, inserted_rows, placeholder_fault
 from ep_runtime.engine.vision.rows import VisionRows
@@ -71,7 +72,10 @@ Choose = Callable[[ForwardOutput, Forward], torch.Tensor]
 
 
 class Executor:
-    """Owns the device side of one rank's slots: caches, recurrent state, each slot's last sampled token, and rows of images."""
+    """Owns the device side of one rank's slots: caches, recurrent state, each slot's last sampled token, and rows of images.
+
+    Where ranks divide the sequences, caches and recurrent states are those of the rank's own; the rest is every slot's.
+    """
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class Executor:
         if graphs and not model.static_decode(limits.block_size):
             log.warning("this model's decode step cannot be captured: its sizes are not those of the kernels; it runs eagerly")
         elif graphs:
-            self._tables = BlockTables(limits.max_slots, limits.blocks_for(limits.max_length), device)
+            self._tables = BlockTables(limits.slots_of_owner, limits.blocks_for(limits.max_length), device)
             self._graphs = DecodeGraphs(
                 model,
                 state,
@@ -151,7 +155,7 @@ class Executor:
         """Apply `change` and run the command. The slot table moves first: it is host state in command order."""
         command = frame.command
         if self._tables is not None:
-            _note_blocks(self._tables, change, slots)
+            self._note_blocks(self._tables, change, slots)
         images = slots.vision_rows > 0
         apply(change, slots)
         match command:
@@ -162,7 +166,9 @@ class Executor:
                     self.rows.pass_by(command.spans, slots)
             case Alloc():
                 self.rows.drop(frame.preamble.seq_id)
-                self._state.zero_slot(frame.preamble.seq_id)
+                kept = self._kept(frame.preamble.seq_id)
+                if kept is not None:
+                    self._state.zero_slot(kept)
             case Free():
                 self.rows.drop(frame.preamble.seq_id)
             case Vision():
@@ -193,8 +199,8 @@ class Executor:
             RuntimeError: a tensor is not as declared.
         """
         # A failed forward leaves its slots' state as each rank had got to: unknown, and not to be compared.
-        live = [s.slot for s in slots if s is not None and s.status is SlotStatus.ACTIVE]
-        states = self._state.section_sums(live)
+        live = [self._kept(s.slot) for s in slots if s is not None and s.status is SlotStatus.ACTIVE]
+        states = self._state.section_sums([slot for slot in live if slot is not None])
         found = read_sums(states | self._recorded | self.rows.section_sum(slots), self.comm)
         sections = table_sections(slots) | {name: found.get(name, 0) for name in (*states, *RECORDED, "rows")}
         if all(state is None for state in slots):
@@ -250,17 +256,20 @@ class Executor:
         given = iter(tokens.tolist())
         size = self.limits.block_size
         shifts = self.rows.shifts
-        return self._graphs.run(
-            step,
-            (
-                [0 if span.fed else next(given) for span in spans],
-                [span.slot if span.fed else -1 for span in spans],
-                [span.start + shifts[span.slot] for span in spans],
-                [span.slot for span in spans],
-                [span.start + 1 for span in spans],
-                [_active(slots, s.slot).blocks[s.start // size] * size + s.start % size for s in spans],
-            ),
+        columns = (
+            [0 if span.fed else next(given) for span in spans],
+            [span.slot if span.fed else -1 for span in spans],
+            [span.start + shifts[span.slot] for span in spans],
+            [span.slot for span in spans],
+            [span.start + 1 for span in spans],
+            [_active(slots, s.slot).blocks[s.start // size] * size + s.start % size for s in spans],
         )
+        if self.limits.owners > 1:
+            columns = (*columns[:3], *idle_but_own([self._kept(span.slot) for span in spans], *columns[4:]))
+        output = self._graphs.run(step, columns)
+        if self.limits.owners > 1:
+            output.slots = None  # those of the columns have this rank's numbers
+        return output
 
     def _batch(self, command: Forward, tokens: np.ndarray, slots: SlotTable, images: bool) -> ForwardBatch:
         spans = command.spans
@@ -273,26 +282,44 @@ class Executor:
         states = [_active(slots, s.slot) for s in spans]
         shifts = [self.rows.shifts[s.slot] for s in spans]
         shifted = images or any(shifts)
-        batch = ForwardBatch.from_spans(
-            query_lens=lengths.tolist(),
-            seq_lens=[s.start + s.length for s in spans],
-            slots=[s.slot for s in spans],
-            block_tables=[state.blocks for state in states],
-            kv_write_from=[state.shared_blocks * self.limits.block_size for state in states],
-            wanted_rows=wanted_rows(command, first_rows),
-            token_ids=ids,
+        positions = batch_positions(spans, states, shifts, first_rows, lengths) if shifted else None
+        batch = batch_of(
+            spans,
+            states,
+            [span.slot for span in spans],
+            ids,
             block_size=self.limits.block_size,
-            device=self._device,
-            positions=batch_positions(spans, states, shifts, first_rows, lengths) if shifted else None,
+            positions=positions,
+            wanted=wanted_rows(command, first_rows),
             inserted=inserted_rows(spans, states, self.rows.held, first_rows) if images else None,
         )
         if slots.looped:
             batch.loops = loop_rows(spans, states)
+        if self.limits.owners > 1:
+            kept = [self._kept(span.slot) for span in spans]
+            batch.own = own_rows(spans, states, kept, ids, block_size=self.limits.block_size, positions=positions)
         return batch
 
+    def _kept(self, slot: int) -> int | None:
+        return self.limits.kept(slot, self.comm.rank)
+
+    def _note_blocks(self, tables: BlockTables, change: Change, slots: SlotTable) -> None:
+        """What `change`, not applied yet, does to the block tables."""
+        if change.filled is not None:
+            kept = self._kept(change.filled.slot)
+            if kept is not None:
+                tables.set(kept, 0, change.filled.blocks)
+        for span in change.spans:
+            if span.new_blocks:
+                kept = self._kept(span.slot)
+                if kept is not None:
+                    tables.set(kept, len(_active(slots, span.slot).blocks), span.new_blocks)
+
     def _copy(self, target: int, command: Copy) -> None:
-        self._state.copy_slot(command.source, target)
-        self._state.copy_blocks(command.block_pairs)
+        source, kept = self._kept(command.source), self._kept(target)
+        if source is not None and kept is not None:
+            self._state.copy_slot(source, kept)
+            self._state.copy_blocks(command.block_pairs)
         self.rows.copy(command.source, target)
         self._last_tokens[target] = self._last_tokens[command.source]
 
@@ -320,11 +347,13 @@ class Executor:
         """Run the largest step, and one of single rows beside a piece: libraries load code late, and memory is taken late.
 
         It is for WARM, when no slot is held. All rows share a block; it and the slots' recurrent states are zero again afterwards.
+        Where ranks divide the sequences, each takes all of these for its own.
         """
         limits = self.limits
+        slots = limits.slots_of_owner
         longest = min(limits.max_length, limits.max_rows)
-        whole = max(1, min(limits.max_rows // longest, limits.max_slots))
-        for lengths in ([longest] * whole, [1, min(longest, REHEARSED_ROWS)][-limits.max_slots :]):
+        whole = max(1, min(limits.max_rows // longest, slots))
+        for lengths in ([longest] * whole, [1, min(longest, REHEARSED_ROWS)][-slots:]):
             batch = ForwardBatch.from_spans(
                 query_lens=lengths,
                 seq_lens=lengths,
@@ -336,19 +365,10 @@ class Executor:
                 block_size=limits.block_size,
                 device=self._device,
             )
-            self._model.forward(batch, self._state, self.comm)
+            self._model.forward(batch if limits.owners == 1 else all_own(batch), self._state, self.comm)
             for slot in range(len(lengths)):
                 self._state.zero_slot(slot)
             self._state.zero_block(0)
-
-
-def _note_blocks(tables: BlockTables, change: Change, slots: SlotTable) -> None:
-    """What `change`, not applied yet, does to the block tables."""
-    if change.filled is not None:
-        tables.set(change.filled.slot, 0, change.filled.blocks)
-    for span in change.spans:
-        if span.new_blocks:
-            tables.set(span.slot, len(_active(slots, span.slot).blocks), span.new_blocks)
 
 
 def place_tokens(command: Forward, tokens: np.ndarray, first_rows: np.ndarray) -> tuple[np.ndarray, list[int], list[int]]:

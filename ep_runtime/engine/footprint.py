@@ -19,7 +19,9 @@ MOST_IMAGE_TOKENS = 16384
 """Of images at once when nothing else is asked for: a picture of 16 megapixels, with patches of 16 pixels."""
 
 
-def memory_needs(config: RuntimeConfig, prepared: PreparedModel, dtype: torch.dtype, max_model_len: int) -> Needs:
+def memory_needs(
+    config: RuntimeConfig, prepared: PreparedModel, dtype: torch.dtype, max_model_len: int, *, owners: int = 1
+) -> Needs:
     """The plan's input for this rank."""
     rank, world = prepared.parallel.rank, prepared.parallel.world
     one_host = config.coordinator_host is None
@@ -36,6 +38,7 @@ def memory_needs(config: RuntimeConfig, prepared: PreparedModel, dtype: torch.dt
         max_slots=config.max_num_seqs,
         num_blocks=config.num_blocks,
         world=world,
+        owners=owners,
         held=len(prepared.placement.local(rank)),
         head=rank == 0,
         kernels=static,

@@ -336,6 +336,7 @@ class Head:
                 token_budget=alloc.token_budget,
                 prompt_length=alloc.prompt_length,
                 adapter=alloc.adapter,
+                owner_rank=alloc.owner,
                 prefix_length=alloc.prefix_length,
                 prefix_blocks=list(alloc.prefix_blocks),
                 loops=alloc.loops,

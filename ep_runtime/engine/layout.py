@@ -2,7 +2,7 @@
 
 `tensor` reads less memory in a step (weights of attention, keys and values, recurrent states, dense MLPs) and adds sums over ranks:
 of every layer's attention, and of its MLP where that is dense. Both are counted for one decode step of a usual load. What the two
-layouts have in common is left out.
+layouts have in common is left out. `data` divides the sequences, for the sake of their room, and is taken where it is asked for.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -21,7 +22,7 @@ from model.families.registry import resolve
 from model.folder import Fingerprint as FolderFingerprint
 from model.folder import ModelFolder, fingerprint, has_weights, open_folder, read_manifest
 from model.layers.operators import Operators, TorchOperators
-from model.loader import LoadedModel, PreparedModel, prepare_model
+from model.loader import AttentionLayout, LoadedModel, PreparedModel, prepare_model
 from model.memory import DEFAULT_SLOTS, MemoryPlan, device_memory, plan_memory
 from model.parallel import Parallel
 from model.spec import ModelSpec
@@ -38,8 +39,8 @@ class RankModel:
     """A loaded rank: everything that outlives an epoch.
 
     `max_image_tokens` are the rows of images that all slots hold at most, 0 for a model without vision. Encoded `images` are the
-    head's, and nobody's in a model without vision. `layout` is the attention's, with "auto" decided. `compile_seconds` were waited
-    for kernels, once weights were there.
+    head's, and nobody's in a model without vision. `layout` is the attention's, with "auto" decided; sequences are divided among
+    `owners` ranks, 1 where each rank keeps what all of them leave. `compile_seconds` were waited for kernels behind the weights.
     """
 
     config: RuntimeConfig
@@ -51,6 +52,7 @@ class RankModel:
     max_model_len: int
     folder: FolderFingerprint
     layout: str = "replicated"
+    owners: int = 1
     tuning: str = ""
     compile_seconds: float = 0.0
     max_image_tokens: int = 0
@@ -90,7 +92,7 @@ def load_rank(
         load_format=config.load_format,
         seed=config.seed,
         operators=choose_operators(table, device),
-        attention_layout="tensor" if layout.name == "tensor" else "replicated",
+        attention_layout=cast("AttentionLayout", layout.name),
     )
     max_model_len = config.max_model_len or prepared.spec.max_positions
     if max_model_len > prepared.spec.max_positions:
@@ -99,7 +101,8 @@ def load_rank(
         most = prepared.spec.max_loops
         allowed = f"runs 1 to {most} loops" if most > 1 else "is not looped"
         raise UnsupportedModel(f"max_loops is {config.max_loops}; this model {allowed}")
-    needs = memory_needs(config, prepared, dtype, max_model_len)
+    owners = parallel.world if layout.name == "data" else 1
+    needs = memory_needs(config, prepared, dtype, max_model_len, owners=owners)
     plan = plan_memory(prepared.spec, needs, device_memory(device, local_ranks), config.gpu_memory_utilization)
     log.info("memory plan of rank %d on %s:\n%s", parallel.rank, device, plan.table())
     job = job_for(config, prepared, needs, plan, layout.name, local_ranks) if ahead else None
@@ -119,6 +122,7 @@ def load_rank(
         max_model_len=max_model_len,
         folder=fingerprint(folder),
         layout=layout.name,
+        owners=owners,
         tuning="" if table is None else table.digest,
         compile_seconds=waited,
         max_image_tokens=image_tokens(config, prepared.spec, max_model_len),

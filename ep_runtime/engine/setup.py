@@ -34,6 +34,7 @@ def scheduler_limits(rank: RankModel, limits: SlotLimits) -> SchedulerLimits:
         max_scored_rows=scored_rows(spec.cut_points, spec.single_chunk, limits.max_rows),
         max_image_tokens=rank.max_image_tokens,
         max_loops=spec.max_loops,
+        owners=limits.owners,
     )
 
 

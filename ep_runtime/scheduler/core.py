@@ -60,6 +60,7 @@ class SchedulerLimits:
 
     max_slots: int
     num_blocks: int
+    """Of each owner."""
     block_size: int
     max_model_len: int
     max_batch_tokens: int
@@ -74,11 +75,13 @@ class SchedulerLimits:
     """Rows of images that all slots hold together, and the most of one prompt."""
     max_loops: int = 1
     """The most loops of a sequence; 1: the model is not looped."""
+    owners: int = 1
+    """Ranks that divide the sequences: owner `slot % owners` keeps the one of a slot, in blocks of its own."""
     retry_after: float = 1.0
     """Seconds that a refused request is told to wait."""
 
     def __post_init__(self) -> None:
-        for name in ("max_slots", "num_blocks", "block_size", "max_model_len", "chunk_multiple", "max_loops"):
+        for name in ("max_slots", "num_blocks", "block_size", "max_model_len", "chunk_multiple", "max_loops", "owners"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
         for name in ("max_queue", "max_image_tokens"):
@@ -99,8 +102,9 @@ class Sequence:
     """One sequence from submission to its terminal event.
 
     `tokens` is prompt and generated tokens known on the host. `planned` counts positions already in launched or planned steps:
-    `planned - len(tokens)` rows beyond the known tokens are fed on the device. `in_flight` counts planned and launched steps that
-    name the slot and whose results are unread. `emitted` counts updates given; `cached` is the prefix hit until one reports it.
+    `planned - len(tokens)` rows beyond the known tokens are fed on the device. `owner` is that of its slot. `in_flight` counts
+    planned and launched steps that name the slot and whose results are unread. `emitted` counts updates given; `cached` is the
+    prefix hit until one reports it.
     """
 
     request_id: str
@@ -112,6 +116,7 @@ class Sequence:
     arrival: int = 0
     adapter: int = 0
     slot: int | None = None
+    owner: int = 0
     blocks: list[int] = field(default_factory=list)
     planned: int = 0
     in_flight: int = 0
@@ -187,6 +192,7 @@ class SlotAlloc:
     images: tuple[SequenceImage, ...] = ()
     skipped: int = 0
     loops: Loops | None = None
+    owner: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

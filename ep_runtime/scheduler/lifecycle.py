@@ -11,34 +11,30 @@ A sequence has its slot and blocks from `admit` until no planned or launched ste
 
 from __future__ import annotations
 
-from ep_runtime.scheduler.admission import admits, blocks_for, hit_limit, runs_alone, skipped_images, uncut_hits
-from ep_runtime.scheduler.blocks import BlockPool
+from ep_runtime.scheduler.admission import blocks_for, hit_limit, runs_alone, skipped_images, uncut_hits
 from ep_runtime.scheduler.core import NEVER, SchedulerError, SchedulerLimits, SeqState, Sequence, SlotAlloc
 from ep_runtime.scheduler.image_rows import RowBudget
-from ep_runtime.scheduler.prefix import PrefixTree
+from ep_runtime.scheduler.owner import Owner, Place, choose
 from ep_runtime.scheduler.queue import WaitingQueue
 from ep_runtime.scheduler.running import RunningSet
-from ep_runtime.scheduler.slots import SlotPool
 
 
 class Lifecycle:
-    """The owners of slots, blocks, cached prefixes, the queue and the running set, moved together.
+    """The owners of slots, blocks and cached prefixes, the queue and the running set, moved together.
 
-    `frees` are slots whose FREE goes out with the next plan. Its FREEs precede its ALLOCs, so an EMPTY slot may be taken at once.
+    A sequence keeps to one owner from `admit` on, until it waits again. `frees` are slots whose FREE goes out with the next plan.
+    Its FREEs precede its ALLOCs, so an EMPTY slot may be taken at once.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._block_size = limits.block_size
-        self.slots = SlotPool(limits.max_slots)
-        self.tree = PrefixTree(limits.block_size)
-        self.blocks = BlockPool(limits.num_blocks, on_evict=self.tree.forget)
+        self.owners = [Owner(number, limits) for number in range(limits.owners)]
         self.queue = WaitingQueue()
         self.running = RunningSet()
         self.rows = RowBudget(limits.max_image_tokens)
         self.frees: list[int] = []
         self.preemptions = 0
-        self.draining = 0
         self._parked: dict[int, Sequence] = {}
         self._returning: list[Sequence] = []
         self._holders: list[Sequence | None] = [None] * limits.max_slots
@@ -65,12 +61,21 @@ class Lifecycle:
 
     # WAITING -> RUNNING
 
-    def find_prefix(self, seq: Sequence) -> list[int]:
-        """Known blocks that this admission may share."""
+    @property
+    def slot_free(self) -> bool:
+        """Whether any owner has an EMPTY slot."""
+        return any(owner.slots.free for owner in self.owners)
+
+    def place(self, seq: Sequence) -> Place:
+        """Where to admit the sequence, with the known blocks that this may share there."""
+        places = [Place(owner, self._find_prefix(seq, owner)) for owner in self.owners]
+        return choose(places, blocks_for(len(seq.tokens), self._block_size), self._block_size)
+
+    def _find_prefix(self, seq: Sequence, owner: Owner) -> list[int]:
         limit = self._hit_limit(seq)
         if limit == 0:
             return []
-        hits = self.tree.match(seq, limit)
+        hits = owner.tree.match(seq, limit)
         return hits[: uncut_hits(len(hits), seq.images, self._limits)]
 
     def awaiting_images(self) -> list[Sequence]:
@@ -84,7 +89,8 @@ class Lifecycle:
         leader = self._computing.get(seq.group)
         if leader is None or self._hit_limit(seq) == 0:
             return False
-        return self.tree.digest(leader, 0) == self.tree.digest(seq, 0)
+        tree = self.owners[leader.owner].tree
+        return tree.digest(leader, 0) == tree.digest(seq, 0)
 
     def _hit_limit(self, seq: Sequence) -> int:
         """Blocks that may come from the prefix tree: none when the logits of every prompt row are wanted, or with several loops."""
@@ -96,20 +102,20 @@ class Lifecycle:
         """True while a sequence that comes before this one drains and is about to wait again."""
         return any(earlier.key < seq.key for earlier in self._returning)
 
-    def admit(self, seq: Sequence, hits: list[int]) -> SlotAlloc | None:
+    def admit(self, seq: Sequence, place: Place) -> SlotAlloc | None:
         """Give the sequence a slot, blocks for all its known tokens and rows for its images, or None for want of any now."""
-        need = blocks_for(len(seq.tokens), self._block_size) - len(hits)
+        owner, hits = place
+        blocks = blocks_for(len(seq.tokens), self._block_size)
         skipped = skipped_images(seq.images, len(hits) * self._block_size)
         rows = sum(image.rows for image in seq.images[skipped:])
-        if rows > self.rows.available:
-            return None
-        if self.slots.free == 0 or not admits(need + self.blocks.unreferenced(hits), self.blocks.available, len(self.running)):
+        if rows > self.rows.available or not owner.admits(blocks, hits):
             return None
         self.queue.remove(seq)
         for block in hits:
-            self.blocks.share(block)
-        seq.slot = self.slots.take()
-        seq.blocks = hits + [self.blocks.take() for _ in range(need)]
+            owner.blocks.share(block)
+        seq.owner = owner.number
+        seq.slot = owner.slots.take()
+        seq.blocks = hits + [owner.blocks.take() for _ in range(blocks - len(hits))]
         seq.capacity = len(seq.blocks) * self._block_size
         seq.planned = len(hits) * self._block_size
         seq.prefill_len = len(seq.tokens)
@@ -121,6 +127,7 @@ class Lifecycle:
             seq.image_rows = rows
             seq.rows_until = seq.images[-1].stop
         self._holders[seq.slot] = seq
+        owner.running += 1
         self.running.add(seq)
         # What loops leave in a block differs from what one loop does, and with their number.
         if self._limits.prefix_cache and seq.loops is None:
@@ -138,14 +145,17 @@ class Lifecycle:
             images=seq.images,
             skipped=skipped,
             loops=seq.loops,
+            owner=owner.number,
         )
 
     def unadmit(self, seq: Sequence) -> None:
         """The plan that admitted it was not sent: everything returns, and it waits at its own place."""
         slot = self._slot(seq)
+        owner = self.owners[seq.owner]
         self.running.remove(seq)
+        owner.running -= 1
         self._stop_computing(seq)
-        self.slots.untake(slot)
+        owner.slots.untake(slot)
         self._let_go(seq)
         self._wait(seq)
 
@@ -161,19 +171,20 @@ class Lifecycle:
             self.running.add(seq)
 
     def grow(self, seq: Sequence) -> int | None:
-        """One more block, preempting later sequences for it; None when the sequence must skip this step.
+        """One more block, preempting later sequences of its owner for it; None when the sequence must skip this step.
 
-        It skips while blocks are on their way back, and when it is the last itself. The first sequence in scheduling order is
-        never preempted and never the last of several, so it always gets its block once what drains has drained.
+        It skips while blocks are on their way back, and when it is the owner's last itself. An owner's first sequence in scheduling
+        order is never preempted and never the last of several, so it always gets its block once what drains has drained.
         """
-        while self.blocks.available == 0:
-            victim = self.running.last()
-            if self.draining or victim is seq:
+        owner = self.owners[seq.owner]
+        while owner.blocks.available == 0:
+            victim = self.running.last(seq.owner)
+            if owner.draining or victim is seq:
                 return None
             self.preemptions += 1
             victim.requeued = True
             self.leave(victim, SeqState.DRAINING)
-        block = self.blocks.take()
+        block = owner.blocks.take()
         seq.blocks.append(block)
         seq.capacity += self._block_size
         return block
@@ -181,15 +192,16 @@ class Lifecycle:
     def trim(self, seq: Sequence) -> None:
         """Return the blocks that a discarded row took."""
         keep = blocks_for(max(seq.planned, seq.prefill_len), self._block_size)
-        self.blocks.release(seq.blocks[keep:])
+        self.owners[seq.owner].blocks.release(seq.blocks[keep:])
         del seq.blocks[keep:]
         seq.capacity = keep * self._block_size
 
     def enter_blocks(self, seq: Sequence, committed: int) -> None:
         """Positions below `committed` have read results: the full blocks among them enter the prefix tree."""
+        owner = self.owners[seq.owner]
         while seq.next_entry <= committed:
             index = seq.next_entry // self._block_size - 1
-            self.tree.enter(self.tree.digest(seq, index), seq.blocks[index], self.blocks)
+            owner.tree.enter(owner.tree.digest(seq, index), seq.blocks[index], owner.blocks)
             seq.next_entry += self._block_size
         if seq.next_entry >= seq.prompt_len:
             self._stop_computing(seq)
@@ -208,12 +220,14 @@ class Lifecycle:
         `failures` are added to its count while it is in no list: the count decides in which one it is.
         """
         slot = self._slot(seq)
+        owner = self.owners[seq.owner]
         self.running.remove(seq)
+        owner.running -= 1
         seq.failures += failures
         self._stop_computing(seq)
-        self.slots.drain(slot)
+        owner.slots.drain(slot)
         self.free_later(slot)
-        self.draining += 1
+        owner.draining += 1
         seq.state = state
         if state is SeqState.DRAINING:
             self._returning.append(seq)
@@ -222,9 +236,10 @@ class Lifecycle:
 
     def drained(self, seq: Sequence) -> None:
         """No results that name the slot are unread: slot and blocks return, and a DRAINING sequence waits again."""
-        self.slots.release(self._slot(seq))
+        owner = self.owners[seq.owner]
+        owner.slots.release(self._slot(seq))
         self._let_go(seq)
-        self.draining -= 1
+        owner.draining -= 1
         if seq.state is SeqState.DRAINING:
             self._returning.remove(seq)
             self._wait(seq)
@@ -255,7 +270,7 @@ class Lifecycle:
 
     def _let_go(self, seq: Sequence) -> None:
         self._holders[self._slot(seq)] = None
-        self.blocks.release(seq.blocks)
+        self.owners[seq.owner].blocks.release(seq.blocks)
         self.return_rows(seq)
         seq.blocks = []
         seq.capacity = 0
@@ -276,27 +291,33 @@ class Lifecycle:
 
     def check_integrity(self) -> None:
         """SchedulerError unless every owner's books add up, each by itself and together."""
-        self.slots.check_integrity()
         self.queue.check_integrity()
         if any(seq.state is not SeqState.WAITING or not seq.lacks_mask for seq in self._parked.values()):
             raise SchedulerError("a sequence is parked that does not wait for a mask")
         self.running.check_integrity()
-        self.blocks.check_integrity([seq.blocks for seq in self.holders()])
-        self.tree.check_integrity(self.blocks)
+        for owner in self.owners:
+            self._check_owner(owner)
         self.rows.check_integrity([seq.image_rows for seq in self.holders()])
         for slot, seq in enumerate(self._holders):
-            state = self.slots.state(slot).name
+            state = self.owners[slot % len(self.owners)].slots.state(slot).name
             expected = "EMPTY" if seq is None else "ACTIVE" if seq.state is SeqState.RUNNING else "DRAINING"
-            if state != expected or (seq is not None and seq.slot != slot):
+            if state != expected or (seq is not None and (seq.slot, seq.owner) != (slot, slot % len(self.owners))):
                 raise SchedulerError(f"slot {slot} is {state}, its sequence says {expected}")
             if seq is not None and seq.capacity != len(seq.blocks) * self._block_size:
                 raise SchedulerError(f"{seq.request_id} has {len(seq.blocks)} blocks and a capacity of {seq.capacity}")
         holders = self.holders()
-        active = sum(seq.state is SeqState.RUNNING for seq in holders)
-        if (active, len(holders) - active) != (len(self.running), self.draining):
-            raise SchedulerError(f"{active} of {len(holders)} holders run; books say {len(self.running)}, {self.draining} drain")
+        if len(self.running) != sum(owner.running for owner in self.owners):
+            raise SchedulerError(f"{len(self.running)} sequences run, owners count others")
         returning = sum(seq.state is SeqState.DRAINING for seq in holders)
         if returning != len(self._returning) or any(seq.state is not SeqState.DRAINING for seq in self._returning):
             raise SchedulerError("the sequences that wait again later are not those that drain for it")
         if any(seq.state is not SeqState.RUNNING for seq in self._computing.values()):
             raise SchedulerError("a sequence that does not run counts as computing a prompt")
+
+    def _check_owner(self, owner: Owner) -> None:
+        """SchedulerError unless an owner's books are those of its sequences."""
+        holders = [seq for seq in self.holders() if seq.owner == owner.number]
+        owner.check_integrity(holders)
+        active = sum(seq.state is SeqState.RUNNING for seq in holders)
+        if (active, len(holders) - active) != (owner.running, owner.draining):
+            raise SchedulerError(f"{active} of {len(holders)} holders run; books say {owner.running}, {owner.draining} drain")

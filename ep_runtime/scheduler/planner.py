@@ -118,18 +118,18 @@ class Planner:
         """
         life = self._life
         seq = life.queue.peek(alone=alone)
-        if seq is None or draft.room == 0 or life.slots.free == 0:
+        if seq is None or draft.room == 0 or not life.slot_free:
             return False
         if life.overtakes(seq) or life.sibling_computes(seq):
             return False
-        hits = life.find_prefix(seq)
-        start = len(hits) * self._limits.block_size
+        place = life.place(seq)
+        start = len(place.hits) * self._limits.block_size
         if self._piece_end(start, len(seq.tokens), seq, draft) == start:
             return False
         if not all(image.digest in draft.encoded for image in seq.images[skipped_images(seq.images, start) :]):
             life.queue.images_due = True
             return False
-        alloc = life.admit(seq, hits)
+        alloc = life.admit(seq, place)
         if alloc is None:
             return False
         draft.allocs.append(alloc)

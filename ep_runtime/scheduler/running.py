@@ -11,6 +11,10 @@ from ep_runtime.scheduler.core import SchedulerError, SeqState, Sequence
 _key = attrgetter("key")
 
 
+def _last(members: list[Sequence], owner: int) -> Sequence | None:
+    return next((seq for seq in reversed(members) if seq.owner == owner), None)
+
+
 class RunningSet:
     """`decoding`: every known token is planned. `prefilling`: the others. `solo`: suspects of failed batches."""
 
@@ -40,9 +44,10 @@ class RunningSet:
             raise SchedulerError(f"{seq.request_id} is not in its running list")
         del members[index]
 
-    def last(self) -> Sequence:
-        """The lowest priority, latest arrival."""
-        return max((members[-1] for members in (self.decoding, self.prefilling, self.solo) if members), key=_key)
+    def last(self, owner: int) -> Sequence:
+        """The lowest priority, latest arrival of an owner's sequences, of which there are some."""
+        ends = (_last(members, owner) for members in (self.decoding, self.prefilling, self.solo))
+        return max((seq for seq in ends if seq is not None), key=_key)
 
     def check_integrity(self) -> None:
         """SchedulerError unless each sequence is RUNNING, in its list, in order."""

@@ -230,7 +230,7 @@ class Scheduler:
         seen: set[bytes] = set()
         rows = 0
         for seq in self._life.awaiting_images():
-            skipped = skipped_images(seq.images, len(self._life.find_prefix(seq)) * self.limits.block_size)
+            skipped = skipped_images(seq.images, len(self._life.place(seq).hits) * self.limits.block_size)
             needed = {image.digest: index for index, image in reversed([*enumerate(seq.images)][skipped:])}
             new = sorted(index for digest, index in needed.items() if digest not in seen)
             rows += sum(seq.images[index].rows for index in new)
@@ -264,10 +264,10 @@ class Scheduler:
         return SchedulerStats(
             running=len(life.running),
             waiting=life.waiting,
-            free_blocks=life.blocks.available,
-            total_blocks=life.blocks.total,
-            free_slots=life.slots.free,
-            total_slots=life.slots.total,
+            free_blocks=sum(owner.blocks.available for owner in life.owners),
+            total_blocks=sum(owner.blocks.total for owner in life.owners),
+            free_slots=sum(owner.slots.free for owner in life.owners),
+            total_slots=self.limits.max_slots,
             preemptions=life.preemptions,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,

@@ -17,11 +17,14 @@ class SlotState(IntEnum):
 
 
 class SlotPool:
-    """Slot numbers `0 .. max_slots - 1`; the lowest EMPTY one is taken first."""
+    """Of the slot numbers `0 .. max_slots - 1`, those of one of several owners: number s is of owner `s % owners`.
 
-    def __init__(self, max_slots: int) -> None:
-        self._states = [SlotState.EMPTY] * max_slots
-        self._empty = list(range(max_slots))
+    The lowest EMPTY one is taken first.
+    """
+
+    def __init__(self, max_slots: int, owner: int = 0, owners: int = 1) -> None:
+        self._states = dict.fromkeys(range(owner, max_slots, owners), SlotState.EMPTY)
+        self._empty = list(self._states)
 
     @property
     def total(self) -> int:
@@ -66,6 +69,6 @@ class SlotPool:
 
     def check_integrity(self) -> None:
         """SchedulerError unless the free list holds exactly the EMPTY slots."""
-        empty = [slot for slot, state in enumerate(self._states) if state is SlotState.EMPTY]
+        empty = [slot for slot, state in self._states.items() if state is SlotState.EMPTY]
         if sorted(self._empty) != empty:
             raise SchedulerError(f"free list {sorted(self._empty)} is not the EMPTY slots {empty}")

@@ -15,7 +15,7 @@ from model.parallel import ExpertPlacement, Parallel
 from model.pieces import WeightMap
 from model.reads import WeightBytes
 from model.scratch import step_bytes
-from model.share import share, split
+from model.share import own, share, split
 from model.spec import CacheSpec, LayerKind, ModelSpec, StateSpec
 from model.state.sizes import DTYPE_BYTES
 
@@ -37,6 +37,7 @@ def decoder_family(
         scratch=lambda config, size: step_bytes(share(config), size),
         reads=decoder_reads,
         split=split,
+        own=own,
     )
 
 
@@ -58,7 +59,7 @@ def decoder_spec(config: ModelConfig) -> ModelSpec:
         state
         for number, layer in enumerate(config.layers)
         if layer.kind is LayerKind.LINEAR and config.delta is not None
-        for state in delta_states(number, config.delta, divided=config.split > 1)
+        for state in delta_states(number, config.delta, divided=max(config.split, config.owners) > 1)
     )
     return ModelSpec(
         architecture=config.architecture,

@@ -28,7 +28,7 @@ class Family(Generic[C]):
     `configure(config_json, architecture)` reads a configuration or refuses it. Of that, `spec` tells the rest of the runtime what
     it may know, `weights` which tensors a rank reads, `build` makes the rank's module without values, `scratch` bounds the
     temporaries of a step in bytes, and `reads` counts what a decode step reads of `nbytes` of weights in a dtype. `split` gives the
-    configuration of a model whose heads are divided among so many ranks, or refuses it.
+    configuration of a model whose heads are divided among so many ranks, or refuses it; `own` that of one whose sequences are.
     """
 
     name: str
@@ -40,3 +40,4 @@ class Family(Generic[C]):
     scratch: Callable[[C, StepSize], int]
     reads: Callable[[C, Parallel, ExpertPlacement, int, str], WeightBytes]
     split: Callable[[C, int], C]
+    own: Callable[[C, int], C]

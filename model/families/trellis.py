@@ -80,6 +80,11 @@ def split(config: TrellisFolder, ranks: int) -> TrellisFolder:
     raise UnsupportedModel(f"attention_layout 'tensor' is not served for {config.architecture}; 'replicated' is")
 
 
+def own(config: TrellisFolder, ranks: int) -> TrellisFolder:
+    """Nor are sequences: each rank needs the rows of all to look up its part of the bank."""
+    raise UnsupportedModel(f"attention_layout 'data' is not served for {config.architecture}; 'replicated' is")
+
+
 FAMILY = Family(
     name="trellis",
     architectures=(ARCHITECTURE,),
@@ -90,4 +95,5 @@ FAMILY = Family(
     scratch=scratch,
     reads=reads,
     split=split,
+    own=own,
 )

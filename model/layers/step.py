@@ -24,3 +24,5 @@ class Step:
     prepared: Any
     routing: list[torch.Tensor] = field(default_factory=list)
     """`[T, k]` int32 of each MoE layer so far, when the batch asks for it."""
+    own: Step | None = None
+    """For `batch.own`: what mixes its rows."""

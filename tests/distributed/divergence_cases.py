@@ -75,7 +75,7 @@ def diverge(ctx: RankContext, *, folder: str, section: str, rank: int, **setting
 
 
 def _lose_a_block(driver: Driver) -> None:
-    driver.scheduler._life.blocks._free.pop()
+    driver.scheduler._life.owners[0].blocks._free.pop()
 
 
 def _ghost(driver: Driver) -> None:

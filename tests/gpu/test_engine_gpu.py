@@ -89,10 +89,27 @@ def test_float32_tokens_of_ranks_that_divide_the_heads(run: Run, folder_of: Call
 
 
 @two_devices
+@pytest.mark.parametrize(
+    ("family", "variant"), [*((family, "heads") for family in BY_HEADS), ("mixtral", "plain"), ("llama", "bias")]
+)
+def test_float32_tokens_of_ranks_that_divide_the_sequences(
+    run: Run, folder_of: Callable[[str, str], Path], family: str, variant: str
+) -> None:
+    """Where the kernels take the sizes, rows of the other rank's sequences are idle in its graphs; prompts run without them."""
+    folder, judged = folder_of(family, variant), Judged()
+    for place, answer in enumerate(run(folder, "cuda", 2, "float32", "data")):
+        judge_greedy(folder, prompt(LENGTHS[place], seed=place), answer["tokens"], judged)
+    assert judged.ties <= 1
+
+
+@two_devices
+@pytest.mark.parametrize("layout", ["tensor", "data"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
-def test_bfloat16_of_ranks_that_divide_the_heads(run: Run, folder_of: Callable[[str, str], Path], family: str) -> None:
+def test_bfloat16_of_ranks_that_divide_heads_or_sequences(
+    run: Run, folder_of: Callable[[str, str], Path], family: str, layout: str
+) -> None:
     folder = folder_of(family, "heads")
-    gpu = errors(folder, run(folder, "cuda", 2, "bfloat16", "tensor"))
+    gpu = errors(folder, run(folder, "cuda", 2, "bfloat16", layout))
     cpu = errors(folder, run(folder, "cpu", 1, "bfloat16"))
     assert gpu.mean() < 2 * cpu.mean()
     assert gpu.median() < 1.5 * cpu.median()
@@ -168,22 +185,31 @@ def test_steady_decoding_never_waits_for_the_device(
         assert counts == [80] * len(prompts)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_devices)])
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(1, "auto"), pytest.param(2, "auto", marks=two_devices), pytest.param(2, "data", marks=two_devices)],
+)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_a_digest_compiles_nothing_and_leaves_its_step_in_the_graph(
-    ranks: RankPool, folder_of: Callable[[str, str], Path], family: str, world: int
+    ranks: RankPool, folder_of: Callable[[str, str], Path], family: str, world: int, layout: str
 ) -> None:
     case = "tests.distributed.engine_cases:digest_while_decoding"
     prompts = [prompt(5), prompt(9, seed=1), prompt(20, seed=2)]
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
     folder = str(folder_of(family, "heads"))
-    found = ranks.run(world, case, folder=folder, prompts=prompts, steps=10, device="cuda", forward_mode="graph", **sizes)[0]
+    where = {"folder": folder, "device": "cuda", "forward_mode": "graph", "attention_layout": layout}
+    found = ranks.run(world, case, prompts=prompts, steps=10, **where, **sizes)[0]
     assert found == {"compiled": [], "eager": 0, "recorded": ["inputs", "outputs", "routing"]}
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_devices)])
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(1, "auto"), pytest.param(2, "auto", marks=two_devices), pytest.param(2, "data", marks=two_devices)],
+)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
-def test_serving_compiles_nothing(ranks: RankPool, folder_of: Callable[[str, str], Path], family: str, world: int) -> None:
+def test_serving_compiles_nothing(
+    ranks: RankPool, folder_of: Callable[[str, str], Path], family: str, world: int, layout: str
+) -> None:
     """Prompts of many lengths, whole and in pieces, beside decoding and alone, greedy and drawn, scored and not."""
     kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "top_p": 0.9}, {"prompt_logprobs": 1}]
     lengths = [[1], [2, 3], [300, 1, 5, 17], [9], [64, 65, 128, 129, 2], [33], [257, 256, 255], [100, 7, 3, 1, 1, 1]]
@@ -193,8 +219,8 @@ def test_serving_compiles_nothing(ranks: RankPool, folder_of: Callable[[str, str
     ]
     sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 272, "max_model_len": 512, "dtype": "bfloat16"}
     case = "tests.distributed.engine_cases:compiled_while_serving"
-    where = {"folder": str(folder_of(family, "heads")), "device": "cuda", "forward_mode": "graph", "deadline": 300.0, "ahead": True}
-    assert ranks.run(world, case, waves=waves, **where, **sizes) == [[]] * world
+    where = {"folder": str(folder_of(family, "heads")), "device": "cuda", "forward_mode": "graph", "attention_layout": layout}
+    assert ranks.run(world, case, waves=waves, deadline=300.0, ahead=True, **where, **sizes) == [[]] * world
 
 
 def errors(folder: Path, answers: list[dict[str, Any]]) -> torch.Tensor:

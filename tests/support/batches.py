@@ -142,14 +142,15 @@ class Ranks:
             setattr(batch, name, value)
         return batch
 
-    def run(self, batch: ForwardBatch) -> list[ForwardOutput]:
-        """One forward on every rank, in lockstep."""
+    def run(self, batch: ForwardBatch | Sequence[ForwardBatch]) -> list[ForwardOutput]:
+        """One forward on every rank, in lockstep; of one batch, or of one for each rank."""
+        batches = [batch] * self.world if isinstance(batch, ForwardBatch) else batch
         comms: list[Communicator] = [SingleRank()] if self.world == 1 else list(self.group.ranks)
 
         def one(rank: int) -> ForwardOutput:
             try:
                 with torch.inference_mode():
-                    return self.models[rank](batch, self.states[rank], comms[rank])
+                    return self.models[rank](batches[rank], self.states[rank], comms[rank])
             except BaseException:
                 self.group.abort()
                 raise

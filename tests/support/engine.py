@@ -129,9 +129,10 @@ class Driver:
         self.port.send(message)
 
     def submit(self, request_id: str, prompt: list[int], **sampling: Any) -> None:
-        """Submit one sequence, greedy unless told otherwise."""
+        """Submit one sequence, greedy and of a `group` of its own unless told otherwise."""
+        group = sampling.pop("group", request_id)
         params = {"seed": 0, "temperature": 0.0, "ignore_eos": True, **sampling}
-        self.send(Submit(request_id=request_id, group=request_id, prompt=prompt, sampling=msgspec.convert(params, SamplingParams)))
+        self.send(Submit(request_id=request_id, group=group, prompt=prompt, sampling=msgspec.convert(params, SamplingParams)))
 
     def turn(self) -> None:
         """One turn of the head, with the books checked after it."""

@@ -25,13 +25,14 @@ def load_rank(
     device: str = "cpu",
     operators: Operators | None = None,
     split: bool = False,
+    owned: bool = False,
 ) -> Decoder:
     """One rank's model, filled from the folder. GPU kernels, given as `operators`, want the row-major layout.
 
-    With `split` the ranks divide its heads.
+    With `split` the ranks divide its heads, with `owned` the sequences.
     """
     config, placement = placed(path, world)
-    config = share.split(config, world) if split else config
+    config = share.split(config, world) if split else share.own(config, world) if owned else config
     parallel = Parallel(rank, world)
     tensors = read_tensors(path)
     names = weight_map(config, placement, parallel, {name: tuple(tensor.shape) for name, tensor in tensors.items()})

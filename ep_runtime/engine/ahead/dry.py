@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from ep_runtime.engine.epoch import LoneRank
 from ep_runtime.engine.executor import EpochCommunicator
 from ep_runtime.engine.graphs import FIELDS, DecodeGraphs, FixedRows
 from ep_runtime.engine.host_memory import Exchange
+from ep_runtime.engine.own_rows import all_own
 from ep_runtime.engine.resident import Resident
 from kernels.checksum_triton import row_sums
 from kernels.one_shot_triton import PeerMemory
@@ -32,7 +33,7 @@ from model.batch import ForwardBatch
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.layers.fused import FusedOperators
-from model.loader import prepare_model
+from model.loader import AttentionLayout, prepare_model
 from model.parallel import Parallel
 from model.state.registry import StateRegistry
 
@@ -88,9 +89,11 @@ class DrySteps:
             device=META,
             load_format="dummy",
             operators=FusedOperators(META, Tuning(load_table(job.device), lambda _: None)),
-            attention_layout="tensor" if job.layout == "tensor" else "replicated",
+            attention_layout=cast("AttentionLayout", job.layout),
         )
         self._job = job
+        self._owners = job.world if job.layout == "data" else 1
+        self._slots = -(-job.max_slots // self._owners)
         self._spec = prepared.spec
         model, config = prepared.module, prepared.config
         assert isinstance(model, Decoder)
@@ -100,8 +103,8 @@ class DrySteps:
         self._blocks = -(-job.max_model_len // job.block_size)
         self._state = StateRegistry(
             self._spec,
-            max_slots=job.max_slots,
-            num_blocks=self._blocks * job.max_slots,
+            max_slots=self._slots,
+            num_blocks=self._blocks * self._slots,
             block_size=job.block_size,
             dtype=dtype,
             device=META,
@@ -115,7 +118,7 @@ class DrySteps:
             self._model,
             self._state,
             self._comm,
-            BlockTables(job.max_slots, self._blocks, META),
+            BlockTables(self._slots, self._blocks, META),
             torch.empty(job.max_slots, dtype=torch.int64, device=META),
             block_size=job.block_size,
             max_length=job.max_model_len,
@@ -126,7 +129,10 @@ class DrySteps:
             output.left.pick(fixed.numbers[:1])
 
     def eager(self, query_lens: Sequence[int], seq_lens: Sequence[int], *, parts: int = 1) -> None:
-        """One step of spans outside of graphs; positions have so many `parts` (see `ForwardBatch`)."""
+        """One step of spans outside of graphs; positions have so many `parts` (see `ForwardBatch`).
+
+        Where ranks divide the sequences, all rows are this rank's: what mixes some of them is chosen by their number, as here.
+        """
         rows = sum(query_lens)
         table = [0] * -(-max(seq_lens) // self._job.block_size)
         batch = ForwardBatch.from_spans(
@@ -141,7 +147,7 @@ class DrySteps:
             device=META,
             positions=None if parts == 1 else np.zeros((parts, rows), dtype=np.int32),
         )
-        self._model.forward(batch, self._state, self._comm)
+        self._model.forward(batch if self._owners == 1 else all_own(batch), self._state, self._comm)
 
     def of_rows(self, rows: int) -> None:
         """Steps of so many rows outside of graphs: pieces, and single rows alone."""

@@ -139,6 +139,17 @@ def test_states_are_counted_for_every_slot() -> None:
     assert [size for what, size in plan.lines if what.startswith("recurrent")] == [8 * SLOT]
 
 
+def test_an_owner_of_sequences_keeps_the_states_of_its_part_of_the_slots() -> None:
+    """Of 9 slots two owners have 5 at most; blocks are as many as these can fill, and block tables are theirs."""
+    needs = replace(NEEDS, max_slots=9, owners=2, world=2, kernels=True, graphs=True)
+    plan = plan_memory(HYBRID, needs, gpu(4 * GIB), 1.0)
+    lines = {what.split(",")[0]: size for what, size in plan.lines}
+    assert (lines["recurrent state"], plan.num_blocks, lines["block tables"]) == (5 * SLOT, 5 * 63, 4 * 5 * 63)
+    assert lines["sampler"] == 4 * 1000 + 5 * 1000 * 9
+    memory = gpu((10 << 20) + RESERVE["cuda"] + (50 << 20))
+    assert plan_memory(HYBRID, replace(NEEDS, max_slots=None, owners=2), memory, 1.0).max_slots == 128
+
+
 def test_slots_are_halved_until_their_states_fit_half_of_what_is_left() -> None:
     # 256 slots are 64 MiB of state; what the weights and the reserve leave here is 50 MiB, half of it 25 MiB.
     memory = gpu((10 << 20) + RESERVE["cuda"] + (50 << 20))

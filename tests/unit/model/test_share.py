@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from model.families.registry import resolve, spec_of, weight_map
 from model.loader import load_model, prepare_model
 from model.parallel import Parallel
 from model.state.sizes import bytes_per_block, bytes_per_slot
+from model.trellis.checkpoint import config_to_json
+from model.trellis.presets import PRESETS
 from tests.support.batches import Part, Ranks, relative_error
 from tests.support.checkpoints import clear_prompt, hf_logits, prompt, read_config
 from tests.support.state_sections import sections_of
@@ -180,3 +183,17 @@ def test_what_does_not_divide_is_refused_by_name(
 def test_one_rank_has_all_of_it(checkpoint: Checkpoint) -> None:
     whole, _ = placed(checkpoint("qwen3_next", "heads"), 1)
     assert share.share(share.split(whole, 1)) == whole
+
+
+@pytest.mark.parametrize("layout", ["tensor", "data"])
+def test_a_model_that_is_not_divided_is_refused_by_name(layout: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_to_json(next(iter(PRESETS.values())))))
+    with pytest.raises(UnsupportedModel, match=f"attention_layout '{layout}' is not served for .*; 'replicated' is"):
+        prepare_model(
+            tmp_path,
+            Parallel(0, 2),
+            dtype=torch.float32,
+            device="cpu",
+            load_format="dummy",
+            attention_layout=layout,  # type: ignore[arg-type]
+        )

@@ -10,6 +10,7 @@ from fake_device import CommandFailed, FakeDevice, prompt_logprob, rendered, run
 
 from ep_runtime.engine.vision.cache import EncodedImages
 from ep_runtime.scheduler.core import Plan, SchedulerLimits, StepResult
+from ep_runtime.scheduler.owner import Owner
 from ep_runtime.scheduler.scheduler import Scheduler
 from ep_runtime.scheduler.slots import SlotState
 from protocol.commands import Span
@@ -91,6 +92,7 @@ class Driver:
         self.scheduler = Scheduler(limits)
         self.device = FakeDevice(limits.max_slots, limits.num_blocks, limits.block_size, limits.max_batch_tokens, evil)
         self.device.max_image_tokens = limits.max_image_tokens
+        self.device.owners = limits.owners
         self.encoded = EncodedImages(limits.max_image_tokens if cache_rows is None else cache_rows, 1)
         self.unfit = unfit
         self.encodings: list[tuple[str, bytes]] = []
@@ -178,13 +180,17 @@ class Driver:
             alive = self.scheduler.stats().waiting + self.scheduler.stats().running
             assert self.queue or self.owed or self.scheduler.images_due or not alive, "nothing to do, yet not done"
             return None
-        slots = self.scheduler._life.slots
         for span in plan.spans:
-            assert slots.state(span.slot) is SlotState.ACTIVE, f"slot {span.slot} is planned but {slots.state(span.slot).name}"
+            state = self.owner(span.slot).slots.state(span.slot)
+            assert state is SlotState.ACTIVE, f"slot {span.slot} is planned but {state.name}"
         for span, owner in zip(plan.spans, plan.owners, strict=True):
             index = span.start + span.length - len(self.messages[owner].prompt)
             assert not span.sampled or index <= self.masks.get(owner, index), f"{owner} samples {index} without its mask"
         return plan
+
+    def owner(self, slot: int = 0) -> Owner:
+        """The owner of a slot; of all slots where there is one."""
+        return self.scheduler._life.owners[slot % self.limits.owners]
 
     def launch(self, plan: Plan) -> None:
         self.plans.append(plan)
@@ -240,7 +246,7 @@ class Driver:
     def check_end(self) -> None:
         """Nothing leaks, and every request has its one terminal event."""
         stats = self.scheduler.stats()
-        assert stats.free_blocks == self.limits.num_blocks
+        assert stats.free_blocks == self.limits.num_blocks * self.limits.owners
         assert stats.free_slots == self.limits.max_slots
         assert self.device.slots == [None] * self.limits.max_slots, "a slot was never freed on the device"
         assert (stats.running, stats.waiting) == (0, 0)

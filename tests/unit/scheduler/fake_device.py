@@ -1,9 +1,9 @@
 """An independent model of what ranks do with plans: the oracle of cache correctness for the scheduler's tests.
 
-Cache cells hold (token, position, loops); where a prompt has an image, the token is a code of the image's contents. A sampled token
-is a function of the tokens that attention reads through the block table, so a wrong block gives a wrong token, besides failing an
-assertion here. With several loops it is also one of the loops that each row behind the prompt has run. How many a new row runs is
-drawn, and drawn again if it is computed anew: only what was noted of it can give the same tokens.
+Each owner has its own cells. They hold (token, position, loops); where a prompt has an image, the token is a code of the image's
+contents. A sampled token is a function of the tokens that attention reads through the block table, so a wrong block gives a wrong
+token, besides failing an assertion here. With several loops it is also one of the loops that each row behind the prompt has run.
+How many a new row runs is drawn, and drawn again if it is computed anew: only what was noted of it can give the same tokens.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class Slot:
     last: int | None = None
     poisoned: bool = False
     request_id: str = ""
+    owner: int = 0
     loops: Loops | None = None
     depths: list[int] = field(default_factory=list)
     """With loops: 0 for the prompt, then those of each row behind it."""
@@ -102,8 +103,10 @@ class FakeDevice:
     messages: dict[str, Submit] = field(default_factory=dict)
     """By request, for its images, and for prompt logprobs: the row before a chunk's end is scored against the token after it."""
     max_image_tokens: int = 0
+    owners: int = 1
     slots: list[Slot | None] = field(init=False)
-    cells: list[list[tuple[int, int, Loops | None] | None]] = field(init=False)
+    cells: dict[tuple[int, int], list[tuple[int, int, Loops | None] | None]] = field(init=False)
+    """By owner and block."""
     steps: int = 0
     exits: Random = field(default_factory=lambda: Random(0))
     flaky: float = 0.0
@@ -111,7 +114,7 @@ class FakeDevice:
 
     def __post_init__(self) -> None:
         self.slots = [None] * self.max_slots
-        self.cells = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self.cells = {}
 
     def move_slots(self, plan: Plan) -> None:
         """The plan's FREEs and ALLOCs."""
@@ -122,8 +125,14 @@ class FakeDevice:
             assert self.slots[alloc.slot] is None, f"ALLOC of slot {alloc.slot}, which is in use"
             assert alloc.prefix_length == len(alloc.prefix_blocks) * self.block_size
             assert alloc.token_budget >= 1
+            assert alloc.owner == alloc.slot % self.owners, f"slot {alloc.slot} is given to owner {alloc.owner}"
             self.slots[alloc.slot] = Slot(
-                alloc.token_budget, list(alloc.prefix_blocks), alloc.prefix_length, alloc.prefix_length, request_id=alloc.request_id
+                alloc.token_budget,
+                list(alloc.prefix_blocks),
+                alloc.prefix_length,
+                alloc.prefix_length,
+                request_id=alloc.request_id,
+                owner=alloc.owner,
             )
             self._show(self.slots[alloc.slot], alloc)
             self.slots[alloc.slot].loops = several(self.messages[alloc.request_id])
@@ -182,7 +191,8 @@ class FakeDevice:
             self._loop(slot, span)
         else:
             assert span.depth == 0, "the loops of a row of one"
-        others = {block for other in self.slots if other is not None and other is not slot for block in other.table}
+        mine = [other for other in self.slots if other is not None and other.owner == slot.owner]
+        others = {block for other in mine if other is not slot for block in other.table}
         for position, token in enumerate(rows, span.start):
             block = slot.table[position // self.block_size]
             assert block not in others, f"block {block} is shared and written"
@@ -192,7 +202,9 @@ class FakeDevice:
                 image = slot.images.get(position)
                 assert (token == PLACEHOLDER) == (image is not None), f"position {position} has token {token}, and {image}"
                 token = token if image is None else code(image, position)
-            self.cells[block][position % self.block_size] = (token, position, slot.loops)
+            assert 0 <= block < self.num_blocks
+            cells = self.cells.setdefault((slot.owner, block), [None] * self.block_size)
+            cells[position % self.block_size] = (token, position, slot.loops)
         slot.length += span.length
         if slot.images and max(slot.images) < slot.length:
             slot.images = {}
@@ -216,7 +228,7 @@ class FakeDevice:
     def _read(self, slot, span) -> SpanResult:
         prefix = []
         for position in range(slot.length):
-            cell = self.cells[slot.table[position // self.block_size]][position % self.block_size]
+            cell = self.cells[slot.owner, slot.table[position // self.block_size]][position % self.block_size]
             assert cell is not None
             assert cell[1] == position, f"position {position} reads what was written for {cell[1]}"
             assert cell[2] == slot.loops, f"position {position} is of {cell[2]}, not {slot.loops}"

@@ -22,7 +22,7 @@ def test_a_stop_is_seen_one_step_late_and_the_wasted_row_is_discarded():
     # The third token is read after the fourth step, which computes a row too many, is launched.
     assert driver.answers["a"].tokens == ALONE[:3]
     assert driver.answers["a"].final.stop_token == ALONE[2]
-    slots = driver.scheduler._life.slots
+    slots = driver.owner().slots
     assert slots.state(0) is SlotState.DRAINING
     assert driver.scheduler.stats().free_blocks < 32
     driver.submit(request("b", [9], 1))
@@ -149,7 +149,7 @@ def test_cached_blocks_are_evicted_before_anyone_is_preempted():
     driver.submit(request("old", [5] * 12, 8))
     driver.run()
     assert driver.scheduler.stats().free_blocks == 12
-    assert len(driver.scheduler._life.tree) >= 8
+    assert len(driver.owner().tree) >= 8
     driver.submit(request("a", [1] * 4, 20))
     driver.run()
     assert driver.scheduler.stats().preemptions == 0

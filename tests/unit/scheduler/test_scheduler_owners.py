@@ -96,15 +96,15 @@ def test_the_queues_lanes_against_sorted_lists():
 
 
 def damage_reference(driver: Driver) -> None:
-    driver.scheduler._life.blocks._references[0] += 1
+    driver.owner().blocks._references[0] += 1
 
 
 def damage_free_list(driver: Driver) -> None:
-    driver.scheduler._life.blocks._free.pop()
+    driver.owner().blocks._free.pop()
 
 
 def damage_slot(driver: Driver) -> None:
-    driver.scheduler._life.slots._states[3] = SlotState.ACTIVE
+    driver.owner().slots._states[3] = SlotState.ACTIVE
 
 
 def damage_flight(driver: Driver) -> None:
@@ -112,7 +112,7 @@ def damage_flight(driver: Driver) -> None:
 
 
 def damage_tree(driver: Driver) -> None:
-    driver.scheduler._life.tree._digests.popitem()
+    driver.owner().tree._digests.popitem()
 
 
 def damage_state(driver: Driver) -> None:

@@ -68,7 +68,7 @@ def test_a_wasted_row_is_never_entered():
     driver.run()
     rows = [span.start + span.length for plan in driver.plans for span in plan.spans]
     assert max(rows) == 6, "a wasted row at position 5 completes the third block"
-    assert len(driver.scheduler._life.tree) == 2
+    assert len(driver.owner().tree) == 2
     assert hit(driver, [1, 2, 3, *tokens, 7]) == 4
 
 
@@ -80,7 +80,7 @@ def test_an_aborted_sequences_unread_steps_are_not_entered():
     driver.abort("a")
     driver.run()
     # Of the two steps of 8 positions, one was read before the abort.
-    assert len(driver.scheduler._life.tree) == 2
+    assert len(driver.owner().tree) == 2
 
 
 def test_samples_of_one_request_compute_their_prompt_once():

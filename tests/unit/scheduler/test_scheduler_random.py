@@ -34,6 +34,7 @@ def random_limits(random: Random):
         max_scored_rows=multiple + random.choice([0, 3, 1000]),
         max_image_tokens=random.choice([5, 9, 9, 20]),
         max_loops=random.choice([1, 4, 4]),
+        owners=random.choice([1, 1, 2, 3]),
     )
 
 

@@ -1,0 +1,87 @@
+"""Which rows of a step a rank mixes where ranks divide the sequences: those of the sequences that it keeps.
+
+`kept` has an entry for each span: the slot's number in what this rank keeps, or None where another rank keeps the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ep_runtime.engine.staging import upload
+from model.batch import ForwardBatch, OwnRows
+from protocol.commands import Span
+from protocol.slots import SequenceState
+
+
+def batch_of(
+    spans: Sequence[Span],
+    states: Sequence[SequenceState],
+    slots: Sequence[int],
+    token_ids: torch.Tensor,
+    *,
+    block_size: int,
+    positions: np.ndarray | None,
+    wanted: Sequence[int] = (),
+    inserted: tuple[np.ndarray, torch.Tensor] | None = None,
+) -> ForwardBatch:
+    """The batch of some spans with the states of their sequences, whose numbers are `slots`; `token_ids` `[T]` are theirs."""
+    return ForwardBatch.from_spans(
+        query_lens=[span.length for span in spans],
+        seq_lens=[span.start + span.length for span in spans],
+        slots=slots,
+        block_tables=[state.blocks for state in states],
+        kv_write_from=[state.shared_blocks * block_size for state in states],
+        wanted_rows=wanted,
+        token_ids=token_ids,
+        block_size=block_size,
+        device=token_ids.device,
+        positions=positions,
+        inserted=inserted,
+    )
+
+
+def own_rows(
+    spans: Sequence[Span],
+    states: Sequence[SequenceState],
+    kept: Sequence[int | None],
+    token_ids: torch.Tensor,
+    *,
+    block_size: int,
+    positions: np.ndarray | None,
+) -> OwnRows:
+    """The rows of a batch whose sequences are kept here, as a batch of their own."""
+    own = [(span, state, slot) for span, state, slot in zip(spans, states, kept, strict=True) if slot is not None]
+    if not own:
+        return OwnRows(rows=token_ids.new_empty(0), batch=None)
+    numbers = np.flatnonzero(np.repeat([slot is not None for slot in kept], [span.length for span in spans]))
+    (rows,) = upload([numbers], token_ids.device)
+    own_spans, own_states, own_slots = zip(*own, strict=True)
+    batch = batch_of(
+        own_spans,
+        own_states,
+        own_slots,
+        token_ids.index_select(0, rows),
+        block_size=block_size,
+        positions=None if positions is None else positions[..., numbers],
+    )
+    return OwnRows(rows=rows, batch=batch)
+
+
+def all_own(batch: ForwardBatch) -> ForwardBatch:
+    """The batch as if every sequence were kept here: for steps that no one asked for."""
+    return replace(batch, own=OwnRows(rows=torch.arange(batch.num_rows, device=batch.token_ids.device), batch=batch))
+
+
+def idle_but_own(
+    kept: Sequence[int | None], lengths: Sequence[int], places: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """The slots, lengths and places of a captured step's rows: those of sequences that are kept elsewhere are idle rows."""
+    return (
+        [-1 if slot is None else slot for slot in kept],
+        [0 if slot is None else length for slot, length in zip(kept, lengths, strict=True)],
+        [-1 if slot is None else place for slot, place in zip(kept, places, strict=True)],
+    )
