@@ -10,7 +10,7 @@ block. An expert with c pairs has `ceil(c / M)` blocks; experts without pairs ha
 | E | where each expert's pairs start in `pairs` |
 | B, B, B | each block's expert, first place in `pairs`, and rows (1 to M), for at most B blocks |
 | P | pairs, those of one expert next to each other, in no fixed order |
-| P | each pair's rank among its expert's pairs, or among those that one of its counters counted |
+| P | of those who group: each pair's rank among its expert's pairs, or those of one of its counters; with its expert, or alone |
 | COUNTERS, E | of many pairs, where those of each counter start |
 
 The order of one expert's pairs may differ from run to run. No result depends on it: a pair's product does not depend on the rows

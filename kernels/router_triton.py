@@ -1,4 +1,4 @@
-"""Expert choice on the GPU: softmax and the k largest of each row, in steps of decoding by the kernel that makes the logits, too.
+"""Expert choice on the GPU: softmax and the k largest of each row, in steps of decoding with the product that makes the logits.
 
 Shape letters: T rows, H hidden, E experts of the model, k choices a row. Ties go to the lower expert. All ranks get the same bits.
 
@@ -13,29 +13,46 @@ of the gate's logit. It takes no part in the choice, nor in the softmax.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
 
-from kernels.grouping import Groups, empty_groups, group_in_program
-from kernels.grouping_few import COMPARED_PAIRS, clear_counts, group_compared
+from kernels.choice_triton import choose_rows, experts_of_lanes, pairs_of, store_choices
+from kernels.grouping import Groups, empty_groups
+from kernels.grouping_few import (
+    COMPARED_PLACES,
+    MOST_PLACES,
+    clear_counts,
+    count_pairs,
+    group_compared,
+    held_choices,
+    held_places,
+    place_counted,
+)
 from kernels.launch import Launch, bind, cdiv, next_power_of_2
 
-FUSED_ROWS = 128
-"""Up to this many rows the router's product runs in the same kernel as the choice."""
+FUSED_ROWS = 256
+"""Up to this many rows one launch, or two, make logits, choice and groups."""
 
 BLOCK_ROWS = 16
-"""Rows of a program where there is more than one row: the least that a matrix product takes."""
+"""Most rows of one launch. As many are the least that a matrix product takes."""
 
 OUTPUTS = 8
-"""Logits that such a program makes of each of its rows."""
+"""Logits that a program of that launch makes of each row, where there is more than one."""
 
-PROGRAMS = 132
-"""Where there would be more programs than an H200 has multiprocessors, cuBLAS and a kernel after it are faster (measured)."""
+CHOICE_ROWS = 4
+"""Rows that a program of the second of two launches chooses for."""
 
-COUNTERS = 1 + FUSED_ROWS // BLOCK_ROWS
+COUNTS = tl.constexpr(16)
+"""Where the counters of experts begin in `turns`."""
+
+MOST_HELD = 1024
+"""Up to this many experts held here groups are made with the choice."""
+
+COUNTERS = 16 + MOST_HELD
 """Words that `route_rows` counts in."""
 
 
@@ -50,37 +67,24 @@ def route_logits(
     rows, num_experts = logits.shape[0], logits.shape[1] - (shared > 0)
     weights, experts = _empty_choices(rows, top_k + (shared > 0), logits.device)
     if rows:
-        launch = _choice(num_experts, top_k, normalise, shared, logits.dtype, pdl)
-        launch((rows, 1, 1), logits, weights, experts, logits.stride(0), num_experts)
+        launch = _choosing(top_k, num_experts, normalise, shared, logits.dtype, pdl)
+        nothing = (experts, experts, experts)
+        launch((rows, 1, 1), logits, weights, experts, *nothing, logits.stride(0), rows, num_experts, 0, 0)
     return weights, experts
-
-
-@cache
-def _choice(num_experts: int, top_k: int, normalise: bool, shared: int, dtype: torch.dtype, pdl: bool) -> Launch:
-    return bind(
-        _choose_kernel,
-        TOP_K=top_k,
-        EXPERTS_POW2=next_power_of_2(max(num_experts, top_k + (shared > 0))),
-        NORMALISE=normalise,
-        SHARED=shared,
-        SHORT=dtype == torch.bfloat16,
-        PDL=pdl,
-        num_warps=1,
-        launch_pdl=pdl,
-    )
 
 
 def router_logits(x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x [T, H] @ router [E, H]^T + bias`, `[T, E]` by the library, rows beginning at multiples of 16 elements.
 
-    A shared expert's gate makes E odd, and the library has its fast kernels for rows of whole 16 bytes.
+    A shared expert's gate makes E odd: the library takes nine times as long then, a copy of the weight with rows to spare pays.
     """
-    lines = router.shape[0]
-    if lines % 16 == 0:
-        logits = functional.linear(x, router)
-    else:
-        logits = x.new_empty(x.shape[0], cdiv(lines, 16) * 16)[:, :lines]
-        torch.mm(x, router.T, out=logits)
+    lines, hidden = router.shape
+    whole = cdiv(lines, 16) * 16
+    if whole > lines:
+        spare = router.new_empty(whole, hidden)
+        spare[:lines] = router
+        router = spare
+    logits = functional.linear(x, router)[:, :lines]
     return logits if bias is None else logits.add_(bias)
 
 
@@ -99,66 +103,131 @@ def route_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, Groups | None]:
     """`route_logits` of `x [T, H] @ router [E, H]^T`, for T up to FUSED_ROWS; logits are rounded to x's dtype.
 
-    If it takes no more than PROGRAMS, all is one kernel, and with `block_rows` the pairs are grouped, too, as by `group_pairs` with
-    `local` and `held`. `turns` [COUNTERS] int32 is zero before and after: programs count themselves in it, and the last one of some
-    rows chooses. Launches that share it must not overlap. With `shared` the router is `[E + 1, H]`.
+    With `block_rows` the pairs are grouped, too, as by `group_pairs` with `local` and `held` (up to MOST_HELD). `turns` [COUNTERS]
+    int32 is zero before and after: programs count themselves and pairs in it. Launches that share it must not overlap but for the
+    part of a dependent one before its wait. With `shared` the router is `[E + 1, H]`.
     """
-    rows, hidden = x.shape
-    lines, columns = router.shape[0], top_k + (shared > 0)
-    num_experts = lines - (shared > 0)
+    rows = x.shape[0]
     if not 1 <= rows <= FUSED_ROWS:
         raise ValueError(f"{rows} rows; the router's product is fused for 1 to {FUSED_ROWS}")
     if not (x.is_contiguous() and router.is_contiguous()):
         raise ValueError("x and the router's weight must be contiguous")
-    block, warps, outputs = (1, 4, 4) if rows == 1 else (BLOCK_ROWS, 8, OUTPUTS)
-    grid = (triton.cdiv(lines, outputs), triton.cdiv(rows, block))
-    if rows > 1 and grid[0] * grid[1] > PROGRAMS:
-        return *route_logits(router_logits(x, router), top_k, normalise, shared=shared, pdl=pdl), None
+    columns, num_experts = top_k + (shared > 0), router.shape[0] - (shared > 0)
     weights, experts = _empty_choices(rows, columns, x.device)
-    stride = triton.cdiv(lines, 16) * 16
-    logits = torch.empty(rows, stride, dtype=torch.float32, device=x.device)
-    grouped = block_rows > 0 and local is not None and held > 0
-    groups = empty_groups(rows * columns, held, block_rows, x.device) if grouped else None
-    slices, choice_rows = 1 if rows == 1 else warps, warps if rows <= warps else block
-    _route_kernel[grid](
+    groups = None
+    if block_rows > 0 and local is not None and 0 < held <= MOST_HELD:
+        groups = empty_groups(rows * columns, held, block_rows, x.device)
+    out = (weights, experts, turns, local if groups else experts, groups.meta if groups else experts)
+    sizes = (num_experts, held, groups.most_blocks if groups else 0)
+    options = _choice(top_k, num_experts, normalise, shared, x.dtype)
+    places = _chosen_at_once(rows) * next_power_of_2(columns)
+    if rows <= BLOCK_ROWS and (groups is None or _compared(rows, places, block_rows)):
+        _one_launch(x, router, out, sizes, options | _grouping(groups, places), pdl)
+    else:
+        _two_launches(x, router, out, sizes, options | _grouping(groups, next_power_of_2(rows * columns)), pdl)
+    return weights, experts, groups
+
+
+def _one_launch(x: torch.Tensor, router: torch.Tensor, out: Any, sizes: Any, options: dict[str, Any], pdl: bool) -> None:
+    (rows, hidden), lines = x.shape, router.shape[0]
+    block, warps, outputs = (1, 4, 4) if rows == 1 else (BLOCK_ROWS, 8, OUTPUTS)
+    stride = cdiv(lines, 16) * 16
+    slices = 1 if rows == 1 else warps
+    _route_kernel[(cdiv(lines, outputs),)](
         x,
         router,
-        logits,
-        weights,
-        experts,
-        turns,
-        local if groups else experts,
-        groups.meta if groups else experts,
-        rows,
-        num_experts,
+        torch.empty(rows, stride, dtype=torch.float32, device=x.device),
+        *out,
         stride,
-        held,
-        groups.most_blocks if groups else 0,
-        TOP_K=top_k,
+        rows,
+        *sizes,
         ROWS=block,
-        CHOICE_ROWS=choice_rows,
+        CHOICE_ROWS=_chosen_at_once(rows),
         OUTPUTS=outputs,
         SLICES=slices,
-        DEPTH=max(16, min(2048, triton.next_power_of_2(hidden)) // slices),
+        DEPTH=max(16, min(2048, next_power_of_2(hidden)) // slices),
         HIDDEN=hidden,
-        EXPERTS_POW2=triton.next_power_of_2(max(num_experts, columns)),
-        NORMALISE=normalise,
-        SHARED=shared,
-        SHORT=x.dtype == torch.bfloat16,
-        GROUPED=_grouping(rows, columns, block_rows) if grouped else "no",
-        HELD_POW2=triton.next_power_of_2(max(held, 1)),
-        GROUP_ROWS=max(block_rows, 1),
-        PAIRS_POW2=max(16, triton.next_power_of_2(rows * columns)),
+        **options,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
     )
-    return weights, experts, groups
 
 
-def _grouping(rows: int, columns: int, block_rows: int) -> str:
-    """Few pairs of rows that one program chooses for, no more of an expert than a block holds, need no counters in memory."""
-    return "compared" if rows <= min(BLOCK_ROWS, block_rows) and rows * columns <= COMPARED_PAIRS else "counted"
+def _two_launches(x: torch.Tensor, router: torch.Tensor, out: Any, sizes: Any, options: dict[str, Any], pdl: bool) -> None:
+    """Sums of shares of the depth first, so that there are programs enough; they are added where rows choose."""
+    (rows, hidden), lines = x.shape, router.shape[0]
+    block, outputs, depth, warps = share_tile(rows, lines)
+    depth = max(16, min(depth, next_power_of_2(hidden)))
+    parts, stride = cdiv(hidden, depth), cdiv(lines, 16) * 16
+    logits = torch.empty(parts, rows, stride, dtype=torch.float32, device=x.device)
+    _share_kernel[(cdiv(lines, outputs), cdiv(rows, block), parts)](
+        x,
+        router,
+        logits,
+        stride,
+        rows,
+        lines,
+        HIDDEN=hidden,
+        ROWS=block,
+        OUTPUTS=outputs,
+        DEPTH=depth,
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+    _choose_kernel[(cdiv(rows, CHOICE_ROWS),)](
+        logits,
+        *out,
+        stride,
+        rows,
+        *sizes,
+        ROWS=CHOICE_ROWS,
+        PARTS=parts,
+        **options,
+        PDL=pdl,
+        num_warps=CHOICE_ROWS,
+        launch_pdl=pdl,
+    )
+
+
+def share_tile(rows: int, lines: int) -> tuple[int, int, int, int]:
+    """Rows, outputs, depth and warps of a program that makes sums of a share of the depth."""
+    return (16, 64, 256, 4) if rows <= 32 else (64, 64, 512, 8)
+
+
+@cache
+def _choosing(top_k: int, num_experts: int, normalise: bool, shared: int, dtype: torch.dtype, pdl: bool) -> Launch:
+    """Of rows whose logits are there; nothing is grouped."""
+    options = _choice(top_k, num_experts, normalise, shared, dtype) | _grouping(None, 0)
+    return bind(_choose_kernel, ROWS=1, PARTS=1, **options, PDL=pdl, num_warps=1, launch_pdl=pdl)
+
+
+def _choice(top_k: int, num_experts: int, normalise: bool, shared: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "TOP_K": top_k,
+        "DTYPE": getattr(tl, str(dtype).removeprefix("torch.")),
+        "EXPERTS_POW2": next_power_of_2(max(num_experts, top_k + (shared > 0))),
+        "NORMALISE": normalise,
+        "SHARED": shared,
+    }
+
+
+def _grouping(groups: Groups | None, places: int) -> dict[str, Any]:
+    """GROUPED is the rows of a block of the groups, or 0; there are at most `places` pairs."""
+    if groups is None:
+        return {"GROUPED": 0, "HELD_POW2": 1, "PAIRS_POW2": 1}
+    return {"GROUPED": groups.block_rows, "HELD_POW2": next_power_of_2(groups.held), "PAIRS_POW2": max(16, places)}
+
+
+def _chosen_at_once(rows: int) -> int:
+    """Rows of the tile in which one launch chooses: a warp's each, or two."""
+    return 4 if rows == 1 else 8 if rows <= 8 else BLOCK_ROWS
+
+
+def _compared(rows: int, places: int, block_rows: int) -> bool:
+    """Whether pairs are so few that one program compares all of them, and no expert has more of them than a block holds."""
+    return rows <= block_rows and places <= (COMPARED_PLACES if rows > 1 else MOST_PLACES)
 
 
 def _empty_choices(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,124 +235,92 @@ def _empty_choices(rows: int, columns: int, device: torch.device) -> tuple[torch
     return weights, torch.empty(rows, columns, dtype=torch.int32, device=device)
 
 
-@triton.jit
-def _most(keys):
-    """The largest key of each row of `[rows, groups, LANES]`."""
-    return tl.max(tl.max(keys, 1, keep_dims=True), 2, keep_dims=True)
-
-
-@triton.jit
-def _choose(logits, expert, num_experts, TOP_K: tl.constexpr, LANES: tl.constexpr, NORMALISE: tl.constexpr, SHORT: tl.constexpr):
-    """Experts and weights, the first TOP_K of `[rows, 1, LANES]`, of float32 logits `[rows, groups, LANES]`.
-
-    `expert` `[1, groups, LANES]`. Choices have the layout of logits, though most lanes are idle: nothing moves between threads.
-    A key holds the logit's bits, in an order that integers share with floats, above the complement of the expert: all keys differ,
-    so even rows with NaN choose k different experts that exist, and equal logits go to the lower one. SHORT: the lower half of each
-    logit is zero (a bfloat16), and the key fits 32 bits, whose largest of a warp is one instruction.
-    """
-    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    lowest: tl.constexpr = -0x80000000 if SHORT else -0x8000000000000000
-    if SHORT:
-        key = (ordered & -0x10000) | (0xFFFF - expert)
-    else:
-        key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - expert).to(tl.int64)
-    key = tl.where(expert < num_experts, key, lowest)
-    column = tl.arange(0, LANES)[None, None, :]
-    largest = _most(key)
-    best = largest
-    chosen = tl.where(column == 0, best, lowest)
-    for choice in tl.static_range(1, TOP_K):
-        key = tl.where(key == best, lowest, key)
-        best = _most(key)
-        chosen = tl.where(column == choice, best, chosen)
-    top = _logit_of(largest, SHORT)
-    raised = tl.where(column < TOP_K, tl.exp(_logit_of(chosen, SHORT) - top), 0.0)
-    if NORMALISE:
-        total = tl.sum(raised, 2, keep_dims=True)
-    else:
-        every = tl.where(expert < num_experts, tl.exp(logits - top), 0.0)
-        total = tl.sum(tl.sum(every, 1, keep_dims=True), 2, keep_dims=True)
-    if SHORT:
-        number = 0xFFFF - (chosen & 0xFFFF)
-    else:
-        number = 0x7FFFFFFF - (chosen & 0x7FFFFFFF).to(tl.int32)
-    return number, raised / total
-
-
-@triton.jit
-def _logit_of(key, SHORT: tl.constexpr):
-    """The logit that a key was made of."""
-    if SHORT:
-        high = key & -0x10000
-        bits = high ^ ((high >> 31) & 0x7FFF0000)
-    else:
-        high = (key >> 32).to(tl.int32)
-        bits = high ^ ((high >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _choose_rows(
-    logits,
-    weights,
-    experts,
-    row,
-    live,
-    expert,
-    stride,
-    num_experts,
-    TOP_K: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SHARED: tl.constexpr,
-    SHORT: tl.constexpr,
-):
-    """Choose for `row` `[rows, 1, 1]` where it is live, and store. Reads past L1."""
-    columns: tl.constexpr = TOP_K + (SHARED > 0)
-    LANES: tl.constexpr = expert.shape[2]
-    at = logits + row * stride
-    # Told so, the compiler shares rows out to warps, not groups: a row lies in one warp, and no choice waits for another warp.
-    place = tl.max_contiguous(at + expert, [2, 1, LANES])
-    every = tl.load(place, mask=live & (expert < num_experts), other=0.0, cache_modifier=".cg").to(tl.float32)
-    if SHARED:
-        gate = tl.load(at + num_experts, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
-    chosen, weight = _choose(every, expert, num_experts, TOP_K, LANES, NORMALISE, SHORT)
-    column = tl.arange(0, LANES)[None, None, :]
-    if SHARED:
-        chosen = tl.where(column == TOP_K, (num_experts + row % SHARED).to(tl.int32), chosen)
-        weight = tl.where(column == TOP_K, tl.sigmoid(gate), weight)
-    here = live & (column < columns)
-    tl.store(weights + row * columns + column, weight, mask=here)
-    tl.store(experts + row * columns + column, chosen, mask=here)
-
-
-@triton.jit
-def _experts_of_lanes(EXPERTS_POW2: tl.constexpr):
-    """Numbers of experts, `[1, groups, LANES]`; 4 words of each lane of a warp are read at once."""
-    lanes: tl.constexpr = 128 if EXPERTS_POW2 > 128 else EXPERTS_POW2
-    return tl.arange(0, EXPERTS_POW2 // lanes)[None, :, None] * lanes + tl.arange(0, lanes)[None, None, :]
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "held", "most_blocks"])
 def _choose_kernel(
     logits,
     weights,
     experts,
+    turns,
+    local,
+    meta,
     stride,
+    rows,
     num_experts,
+    held,
+    most_blocks,
     TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     NORMALISE: tl.constexpr,
     SHARED: tl.constexpr,
-    SHORT: tl.constexpr,
+    GROUPED: tl.constexpr,
+    HELD_POW2: tl.constexpr,
+    PAIRS_POW2: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None, None]
-    expert = _experts_of_lanes(EXPERTS_POW2)
+    """ROWS rows of logits `[PARTS, rows, stride]`, a warp's each; the last program groups."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    expert = experts_of_lanes(EXPERTS_POW2)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    _choose_rows(logits, weights, experts, row, row >= 0, expert, stride, num_experts, TOP_K, NORMALISE, SHARED, SHORT)
+    chosen, weight = choose_rows(
+        logits, rows * stride, row, row < rows, expert, stride, num_experts, TOP_K, PARTS, DTYPE, NORMALISE, SHARED
+    )
+    columns: tl.constexpr = TOP_K + (SHARED > 0)
+    pair, here = pairs_of(row, expert.shape[2], columns)
+    here = here & (row < rows)
+    if GROUPED:
+        # Indices are asked for before choices are stored, which takes the time that they need to arrive.
+        mine = held_choices(chosen, local, here)
+        store_choices(weights, experts, chosen, weight, pair, here)
+        count_pairs(turns + COUNTS, meta, mine, pair, here, rows * columns, held, most_blocks)
+        tl.debug_barrier()
+        if tl.atomic_add(turns, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            tl.store(turns, 0)
+            place_counted(turns + COUNTS, meta, rows * columns, held, most_blocks, PAIRS_POW2, HELD_POW2, GROUPED)
+    else:
+        store_choices(weights, experts, chosen, weight, pair, here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _share_kernel(
+    x,
+    router,
+    logits,
+    stride,
+    rows,
+    lines,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sums of one share of the depth, `[shares, rows, stride]`. Weights are asked for before the kernel that makes x has ended."""
+    line, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(2) * DEPTH + tl.arange(0, DEPTH)
+    # Lines past the last read the last one again, and are not stored.
+    at = router + tl.minimum(line, lines - 1).to(tl.int64)[:, None] * HIDDEN + k[None, :]
+    here = (row < rows)[:, None]
+    if HIDDEN % DEPTH == 0:
+        w = tl.load(at)
+    else:
+        w = tl.load(at, mask=(k < HIDDEN)[None, :], other=0.0)
+        here = here & (k < HIDDEN)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    part = tl.load(x + row[:, None] * HIDDEN + k[None, :], mask=here, other=0.0)
+    if ROWS < 64:
+        # 64 outputs by 32 rows make the widest matrix instruction, 32 rows by 64 outputs do not.
+        total = tl.dot(w, part.T, input_precision="ieee").T
+    else:
+        total = tl.dot(part, w.T, input_precision="ieee")
+    to = logits + (tl.program_id(2) * rows + row)[:, None] * stride + line[None, :]
+    tl.store(to, total, mask=(row < rows)[:, None] & (line < stride)[None, :])
 
 
 @triton.jit
@@ -349,9 +386,9 @@ def _route_kernel(
     turns,
     local,
     meta,
+    stride,
     rows,
     num_experts,
-    stride,
     held,
     most_blocks,
     TOP_K: tl.constexpr,
@@ -361,44 +398,42 @@ def _route_kernel(
     SLICES: tl.constexpr,
     DEPTH: tl.constexpr,
     HIDDEN: tl.constexpr,
+    DTYPE: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     NORMALISE: tl.constexpr,
     SHARED: tl.constexpr,
-    SHORT: tl.constexpr,
     GROUPED: tl.constexpr,
     HELD_POW2: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
     PAIRS_POW2: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    columns: tl.constexpr = TOP_K + (SHARED > 0)
+    """OUTPUTS logits of all rows; the last program chooses and groups."""
     lines = num_experts + (SHARED > 0)
-    first = tl.program_id(1) * ROWS
     line = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     if ROWS == 1:
         total = _one_row_logits(x, router, line, lines, HIDDEN, DEPTH, OUTPUTS, PDL)
-        tl.store(logits + line, total.to(x.dtype.element_ty).to(tl.float32), mask=line < lines)
+        tl.store(logits + line, total, mask=line < lines)
     else:
-        row = first + tl.arange(0, ROWS)
+        row = tl.arange(0, ROWS)
         total = _rows_logits(x, router, row, rows, line, lines, HIDDEN, SLICES, DEPTH, ROWS, OUTPUTS, PDL)
         to = logits + row[:, None] * stride + line[None, :]
-        here = (row < rows)[:, None] & (line < lines)[None, :]
-        tl.store(to, total.to(x.dtype.element_ty).to(tl.float32), mask=here)
+        tl.store(to, total, mask=(row < rows)[:, None] & (line < lines)[None, :])
     tl.debug_barrier()
-    counter = turns + 1 + tl.program_id(1)
-    if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        tl.store(counter, 0)
-        each = first + tl.arange(0, CHOICE_ROWS)[:, None, None]
-        live = each < rows
-        expert = _experts_of_lanes(EXPERTS_POW2)
-        if GROUPED == "compared":
-            clear_counts(meta, held, HELD_POW2)
-        _choose_rows(logits, weights, experts, each, live, expert, stride, num_experts, TOP_K, NORMALISE, SHARED, SHORT)
-        if GROUPED == "compared":
-            tl.debug_barrier()
-            group_compared(experts, local, meta, rows * columns, held, most_blocks, PAIRS_POW2)
-        if GROUPED == "counted":
-            tl.debug_barrier()
-            if tl.atomic_add(turns, 1, sem="acq_rel") == tl.num_programs(1) - 1:
-                tl.store(turns, 0)
-                group_in_program(experts, local, meta, rows * columns, held, most_blocks, PAIRS_POW2, HELD_POW2, GROUP_ROWS)
+    if tl.atomic_add(turns, 1, sem="acq_rel") != tl.num_programs(0) - 1:
+        return
+    tl.store(turns, 0)
+    row = tl.arange(0, CHOICE_ROWS)[:, None, None]
+    expert = experts_of_lanes(EXPERTS_POW2)
+    if GROUPED:
+        clear_counts(meta, held, HELD_POW2)
+    chosen, weight = choose_rows(logits, 0, row, row < rows, expert, stride, num_experts, TOP_K, 1, DTYPE, NORMALISE, SHARED)
+    columns: tl.constexpr = TOP_K + (SHARED > 0)
+    pair, here = pairs_of(row, expert.shape[2], columns)
+    here = here & (row < rows)
+    if GROUPED:
+        mine = held_places(chosen, local, rows, columns, PAIRS_POW2)
+        store_choices(weights, experts, chosen, weight, pair, here)
+        tl.debug_barrier()
+        group_compared(mine, meta, held, most_blocks, columns, CHOICE_ROWS)
+    else:
+        store_choices(weights, experts, chosen, weight, pair, here)

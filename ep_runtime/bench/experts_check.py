@@ -132,6 +132,8 @@ ROUTERS = (
     Router(100, 512, 10, True, 4),
     Router(33, 128, 8, True, 2, 32, torch.float32),
     Router(9, 40, 3, True, 0, 16, torch.float16, 72),
+    Router(40, 256, 8, True, 2, hidden=2100),
+    Router(256, 512, 10, True, 2, 64),
 )
 
 
@@ -193,7 +195,7 @@ def _router_errors(weights: torch.Tensor, experts: torch.Tensor, logits: torch.T
     distinct = all(len(set(row)) == top_k for row in experts.tolist())
     if router.shared:
         exact_weights = torch.cat((exact_weights, logits[:, -1:].double().sigmoid()), 1)
-        owner = router.experts + torch.arange(len(experts), device="cuda") % router.shared
+        owner = router.experts + torch.arange(len(experts), device=experts.device) % router.shared
         distinct = all(len(set(row)) == top_k + 1 for row in experts.tolist()) and bool(torch.equal(experts[:, -1].long(), owner))
     off, error = float((chosen - want).abs().max()), error_of(weights, exact_weights)
     return {"chosen_off": off, "error": error, "good": off == 0.0 and error < 1e-5 and distinct}

@@ -22,11 +22,11 @@ def test_every_form_computes_the_formula(number: int) -> None:
     assert [row for row in rows if not row["good"]] == []
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(10))
 def test_the_router_chooses_what_float64_chooses(number: int) -> None:
     from ep_runtime.bench.experts_check import ROUTERS, check_router
 
-    assert len(ROUTERS) == 8
+    assert len(ROUTERS) == 10
     assert [row for row in check_router(ROUTERS[number]) if not row["good"]] == []
 
 

@@ -1,4 +1,4 @@
-"""Compiles the linear layers of few rows for sm_90, without a device, each way of them; prints their PTX by name as JSON.
+"""Compiles the linear layers of few rows, each way, and the router's for sm_90, without a device; prints PTX by name as JSON.
 
 A program of its own, since the suite's processes have chosen Triton's interpreter.
 """
@@ -13,10 +13,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import few_rows_triton
+from kernels import few_rows_triton, router_triton
 
 TYPES = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "sums": "*fp32", "turns": "*i32"}
-TYPES |= dict.fromkeys(("stride", "rows", "columns", "depth", "share"), "i32")
+TYPES |= {"router": "*bf16", "logits": "*fp32"} | dict.fromkeys(("stride", "rows", "columns", "depth", "share", "lines"), "i32")
 TILES = {"ROWS": 8, "BLOCK_N": 16, "BLOCK_K": 256, "PARTS": 4, "SPLITS": 1, "SWAP": True, "HELD": False, "EVEN_K": True}
 TILES |= {"LINE": 64, "LINES": 32, "PRECISION": "tf32"}
 ROWS, DOT = few_rows_triton._rows_kernel, few_rows_triton._dot_kernel
@@ -26,6 +26,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "streamed": (DOT, TILES),
     "shared": (DOT, TILES | {"BLOCK_N": 64, "PARTS": 1, "SPLITS": 8, "HELD": True, "ROWS": 16}),
     "row tiles": (DOT, TILES | {"PARTS": 1, "SWAP": False, "ROWS": 64}),
+    "router": (router_triton._share_kernel, {"HIDDEN": 2048, "ROWS": 16, "OUTPUTS": 64, "DEPTH": 256}),
 }
 
 

@@ -31,7 +31,7 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
 def test_weights_are_asked_for_before_the_wait(ptx: dict[str, tuple[str, str]]) -> None:
     loads = {name: before.count("ld.global.v4") for name, (before, _) in ptx.items()}
     # 16 bytes by 128 threads a load: 4 x 2048, 16 x 2048 and 64 x 256 weights of two bytes.
-    assert loads == {"rows": 8, "held": 32, "shared": 16, "streamed": 0, "row tiles": 0}
+    assert loads == {"rows": 8, "held": 32, "shared": 16, "router": 16, "streamed": 0, "row tiles": 0}
     assert all("prefetch.global.L2" in ptx[name][0] for name in ("streamed", "row tiles"))
 
 
@@ -49,4 +49,4 @@ def test_dependents_start_after_the_wait(ptx: dict[str, tuple[str, str]]) -> Non
 
 
 def test_tiles_of_64_use_the_wide_instruction(ptx: dict[str, tuple[str, str]]) -> None:
-    assert ["wgmma" in after for _, after in (ptx["shared"], ptx["row tiles"], ptx["held"])] == [True, True, False]
+    assert ["wgmma" in after for _, after in (ptx["shared"], ptx["row tiles"], ptx["router"], ptx["held"])] == [True] * 3 + [False]

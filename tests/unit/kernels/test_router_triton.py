@@ -10,7 +10,7 @@ from kernels.experts_config import ExpertsConfig, Tile
 from kernels.experts_triton import moe_experts
 from kernels.grouping import Groups, group_pairs
 from kernels.router import route
-from kernels.router_triton import COUNTERS, FUSED_ROWS, route_logits, route_rows
+from kernels.router_triton import COUNTERS, FUSED_ROWS, MOST_HELD, route_logits, route_rows
 
 
 def expected(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -148,7 +148,16 @@ def check_groups(groups: Groups, experts: torch.Tensor, local: torch.Tensor) -> 
 @pytest.mark.parametrize("shared", [0, 1, 3])
 @pytest.mark.parametrize(
     ("rows", "num_experts", "top_k", "block_rows"),
-    [(1, 10, 3, 16), (16, 24, 5, 16), (9, 60, 4, 32), (33, 24, 4, 16), (5, 24, 4, 8), (100, 7, 7, 32)],
+    [
+        (1, 10, 3, 16),
+        (16, 24, 5, 16),
+        (12, 24, 9, 16),
+        (9, 60, 4, 32),
+        (33, 24, 4, 16),
+        (5, 24, 4, 8),
+        (5, 24, 4, 4),
+        (100, 7, 7, 32),
+    ],
     ids=lambda value: str(value),
 )
 def test_groups_are_made_with_the_choice(rows: int, num_experts: int, top_k: int, block_rows: int, shared: int) -> None:
@@ -163,6 +172,16 @@ def test_groups_are_made_with_the_choice(rows: int, num_experts: int, top_k: int
     check_groups(groups, experts, local)
     check_groups(group_pairs(experts, local, len(here), block_rows), experts, local)
     assert not turns.any()
+
+
+def test_more_experts_than_can_be_counted_are_not_grouped() -> None:
+    router, turns = torch.randn(MOST_HELD + 1, 16), torch.zeros(COUNTERS, dtype=torch.int32)
+    x, local = torch.randn(20, 16), torch.arange(MOST_HELD + 1)
+    assert route_rows(x, router, 2, True, turns, local, MOST_HELD + 1, 16)[2] is None
+    local -= 1
+    _, experts, groups = route_rows(x, router, 2, True, turns, local, MOST_HELD, 16)
+    assert groups is not None
+    check_groups(groups, experts, local)
 
 
 def test_bfloat16_logits_are_ordered_with_their_ties() -> None:
