@@ -19,14 +19,27 @@ from ep_runtime.engine.sampling import edits, filters
 from ep_runtime.engine.sampling.checks import sampling_fault
 from ep_runtime.engine.sampling.logprobs import LogprobRows, logprob_rows, unpack_logprobs
 from ep_runtime.engine.sampling.penalties import PenaltyPool
-from ep_runtime.engine.sampling.plan import Chunk, Kind, SlotParams, needs_penalties, plan_chunks, slot_params
+from ep_runtime.engine.sampling.plan import (
+    EDITS,
+    Chunk,
+    Kind,
+    SlotParams,
+    changes_logits,
+    needs_penalties,
+    plan_chunks,
+    slot_params,
+)
 from ep_runtime.engine.sampling.random import log_exponential, token_words
 from ep_runtime.engine.staging import download, upload
 from model.scratch import SAMPLED_AT_ONCE
 from protocol.messages import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
+    from ep_runtime.engine.sampling.fused import FusedDraw
     from kernels.shards_triton import LeftLogits
+
+UNCHANGED_AT_ONCE = 16
+"""Times the rows: a logit that no edit changes takes 4 bytes of the kernel at most (a copy), where edits take SAMPLER_BYTES."""
 
 
 class RowStatus(IntEnum):
@@ -90,6 +103,7 @@ class Sampler:
     """Sampling state of every slot, and the stages. Nothing in `sample` waits for a GPU.
 
     `one_by_one` (default: on CPUs) runs rows that need more than an argmax singly, narrowed to the tokens that filters can leave.
+    `fused` (default: on CUDA devices) draws by one kernel, which only reads logits that no edit changes.
     """
 
     def __init__(
@@ -100,6 +114,7 @@ class Sampler:
         eos_token_ids: tuple[int, ...],
         *,
         one_by_one: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.max_slots = max_slots
@@ -110,6 +125,11 @@ class Sampler:
         self._at_once = max(1, SAMPLED_AT_ONCE[self.device.type] // vocab_size)
         self._penalties = PenaltyPool(vocab_size, max_slots, self.device)
         self._words = token_words(vocab_size, self.device)
+        self._fused: FusedDraw | None = None
+        if self.device.type == "cuda" if fused is None else fused:
+            from ep_runtime.engine.sampling.fused import FusedDraw
+
+            self._fused = FusedDraw(vocab_size, max_slots, self.device)
 
     def start(self, slot: int, params: SamplingParams, prompt: list[int], generated: list[int]) -> None:
         """Give the slot its parameters and token history, whatever it had before. ValueError for what `sampling_fault` refuses."""
@@ -150,7 +170,10 @@ class Sampler:
         `indices[i]` is the token's generated index (0 for the first), `masks[i]` its grammar bitmask or None. Slots are distinct.
         """
         own = [self._slots[slot] for slot in slots]
-        chunks = plan_chunks(own, indices, masks, self.vocab_size, self.one_by_one, self._at_once)
+        at_once = self._at_once
+        if self._fused is not None and len(own) > at_once and not any(map(changes_logits, own, indices, masks)):
+            at_once *= UNCHANGED_AT_ONCE
+        chunks = plan_chunks(own, indices, masks, self.vocab_size, self.one_by_one, at_once)
         both = None
         if any(chunk.kind != Kind.ARGMAX for chunk in chunks):
             tokens, status = self._sample_chunks(logits, chunks)
@@ -189,24 +212,27 @@ class Sampler:
             if chunk.kind == Kind.ARGMAX:
                 chunk_tokens, chunk_status = _best(logits, args["rows"])
             else:
-                chunk_tokens, chunk_status = self._run(chunk, args, pick_rows(logits, args["rows"]))
+                chunk_tokens, chunk_status = self._run(chunk, args, logits)
             tokens.index_copy_(0, args["rows"], chunk_tokens)
             status.index_copy_(0, args["rows"], chunk_status)
         return tokens, status
 
-    def _run(self, chunk: Chunk, args: dict[str, torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, status) of a chunk, from a copy of its logits, which the stages overwrite."""
-        self._edit(args, logits)
-        if "keys" not in args:
-            tokens, status = _argmax(logits)
+    def _run(
+        self, chunk: Chunk, args: dict[str, torch.Tensor], logits: torch.Tensor | LeftLogits
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, status) of a chunk."""
+        fused = self._fused if "keys" in args else None
+        if fused is not None and EDITS.isdisjoint(args):
+            rows = args["rows"]
+            return fused.draw(args, logits, rows) if isinstance(logits, torch.Tensor) else fused.draw(args, logits.pick(rows))
+        edited = pick_rows(logits, args["rows"])
+        self._edit(args, edited)
+        if fused is not None:
+            tokens, status = fused.draw(args, edited)
+        elif "keys" in args:
+            tokens, status = self._draw(chunk, args, edited)
         else:
-            best = logits.amax(dim=1, keepdim=True)
-            status = _status(best[:, 0])
-            if self.one_by_one and int(status[0]) != RowStatus.OK:
-                return torch.zeros(1, dtype=torch.int64), status
-            # Relative to the best logit, so that a small temperature cannot overflow.
-            scaled = logits.sub_(best).div_(args["temperature"])
-            tokens = torch.where(status == RowStatus.OK, self._draw(chunk, args, scaled), 0)
+            tokens, status = _argmax(edited)
         if "penalty_pool" in args:
             self._penalties.count(args["penalty_pool"], tokens.index_select(0, args["penalty_rows"]))
         return tokens, status
@@ -224,7 +250,17 @@ class Sampler:
             penalised = self._penalties.penalise(logits.index_select(0, rows), args["penalty_pool"], *strengths)
             logits.index_copy_(0, rows, penalised)
 
-    def _draw(self, chunk: Chunk, args: dict[str, torch.Tensor], scaled: torch.Tensor) -> torch.Tensor:
+    def _draw(self, chunk: Chunk, args: dict[str, torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, status) of edited logits, which it overwrites."""
+        best = logits.amax(dim=1, keepdim=True)
+        status = _status(best[:, 0])
+        if self.one_by_one and int(status[0]) != RowStatus.OK:
+            return torch.zeros(1, dtype=torch.int64), status
+        # Relative to the best logit, so that a small temperature cannot overflow.
+        scaled = logits.sub_(best).div_(args["temperature"])
+        return torch.where(status == RowStatus.OK, self._race(chunk, args, scaled), 0), status
+
+    def _race(self, chunk: Chunk, args: dict[str, torch.Tensor], scaled: torch.Tensor) -> torch.Tensor:
         """[w] int64: the winner of each row's race among the tokens that the filters leave."""
         if "log_min_p" in args:
             filters.drop_below_min_p(scaled, args["log_min_p"])

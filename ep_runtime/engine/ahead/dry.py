@@ -26,6 +26,7 @@ from ep_runtime.engine.graphs import FIELDS, DecodeGraphs, FixedRows
 from ep_runtime.engine.host_memory import Exchange
 from ep_runtime.engine.own_rows import all_own
 from ep_runtime.engine.resident import Resident
+from ep_runtime.engine.sampling.fused import FusedDraw
 from kernels.checksum_triton import row_sums
 from kernels.one_shot_triton import PeerMemory
 from kernels.tuning import Tuning, load_table
@@ -159,7 +160,7 @@ class DrySteps:
                 self.eager([1] * rows, [length] * rows)
 
     def others(self) -> None:
-        """Single rows beside a piece, whose numbers of rows those of pieces stand for; positions in three parts; and digests."""
+        """Single rows beside a piece, whose numbers of rows those of pieces stand for; positions in three parts; digests; draws."""
         for length in (1, min(self._job.max_model_len, LONG)):
             self.eager([1, 2], [length, 2])
         if self._spec.vision is not None:
@@ -168,6 +169,10 @@ class DrySteps:
         self._comm.feed(one, one, torch.empty(self._job.max_slots, dtype=torch.int64, device=META))
         for dtype in (torch.int16, torch.int32):
             row_sums(torch.empty(1, 2, dtype=dtype, device=META), one)
+        if self._job.rank == 0:
+            column, keys = torch.empty(1, device=META), torch.empty(1, 2, dtype=torch.int32, device=META)
+            draw = {"temperature": column, "noise": column, "keys": keys}
+            FusedDraw(self._spec.vocab_size, 1, META).draw(draw, torch.empty(1, self._spec.vocab_size, device=META))
 
 
 def first_of_each(kinds: Sequence[Any]) -> list[int]:

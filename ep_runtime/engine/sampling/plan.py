@@ -20,6 +20,9 @@ from protocol.messages import SamplingParams
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: their distribution has no second token in float32."""
 
+EDITS = frozenset(("bias_places", "forbidden", "mask_rows", "penalty_rows"))
+"""Arguments of a chunk's stages that change logits: one of each stage."""
+
 
 class Kind(IntEnum):
     """What a row needs."""
@@ -74,6 +77,11 @@ def row_kind(slot: SlotParams, index: int, mask: bytes | None) -> Kind:
     if slot.kind is Kind.ARGMAX and (mask is not None or index < slot.params.min_tokens):
         return Kind.PLAIN
     return slot.kind
+
+
+def changes_logits(slot: SlotParams, index: int, mask: bytes | None) -> bool:
+    """True when an edit changes the row's logits."""
+    return len(slot.bias_ids) > 0 or index < slot.params.min_tokens or mask is not None or slot.penalty_row is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

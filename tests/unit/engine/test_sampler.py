@@ -24,9 +24,9 @@ def make_logits(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.round(np.random.default_rng(seed).normal(0, 2, (rows, VOCAB)) * 8).astype(np.float32) / 8)
 
 
-@pytest.fixture(params=[True, False], ids=["one_by_one", "batched"])
+@pytest.fixture(params=["one_by_one", "batched", "fused"])
 def sampler(request: pytest.FixtureRequest) -> Sampler:
-    return Sampler(VOCAB, 16, "cpu", EOS, one_by_one=request.param)
+    return Sampler(VOCAB, 16, "cpu", EOS, one_by_one=request.param == "one_by_one", fused=request.param == "fused")
 
 
 def tokens_of(sampler: Sampler, logits: torch.Tensor, slots: list[int], indices: list[int], masks: list | None = None) -> list[int]:
