@@ -157,7 +157,7 @@ def _one_launch(x: torch.Tensor, router: torch.Tensor, out: Any, sizes: Any, opt
 def _two_launches(x: torch.Tensor, router: torch.Tensor, out: Any, sizes: Any, options: dict[str, Any], pdl: bool) -> None:
     """Sums of shares of the depth first, so that there are programs enough; they are added where rows choose."""
     (rows, hidden), lines = x.shape, router.shape[0]
-    block, outputs, depth, warps = share_tile(rows, lines)
+    block, outputs, depth, warps = share_tile(rows, x.element_size())
     depth = max(16, min(depth, next_power_of_2(hidden)))
     parts, stride = cdiv(hidden, depth), cdiv(lines, 16) * 16
     logits = torch.empty(parts, rows, stride, dtype=torch.float32, device=x.device)
@@ -191,9 +191,13 @@ def _two_launches(x: torch.Tensor, router: torch.Tensor, out: Any, sizes: Any, o
     )
 
 
-def share_tile(rows: int, lines: int) -> tuple[int, int, int, int]:
-    """Rows, outputs, depth and warps of a program that makes sums of a share of the depth."""
-    return (16, 64, 256, 4) if rows <= 32 else (64, 64, 512, 8)
+def share_tile(rows: int, element: int) -> tuple[int, int, int, int]:
+    """Rows, outputs, depth and warps of a program that makes sums of a share of the depth; its elements have `element` bytes.
+
+    What it multiplies lies in shared memory, so the depth is given in bytes.
+    """
+    block, outputs, depth, warps = (16, 64, 512, 4) if rows <= 32 else (64, 64, 1024, 8)
+    return block, outputs, depth // element, warps
 
 
 @cache

@@ -59,6 +59,7 @@ def test_the_torch_form_draws_the_same() -> None:
             sampler.start(slot, SamplingParams(**{"seed": slot, "max_tokens": 9} | kinds[slot % 5]), [slot], [])
     for step, kind in enumerate(("normal", "peaked")):
         logits = torch.from_numpy(make_rows(kind, 96, vocab, step)).cuda().bfloat16().float()
-        mine, reference = (unpack(one.sample(logits, slots, [step] * 96, [None] * 96).to_host_async()) for one in samplers)
+        sampled = [one.sample(logits, slots, [step] * 96, [None] * 96).to_host_async() for one in samplers]
         torch.cuda.synchronize()
+        mine, reference = map(unpack, sampled)
         assert sum(a != b for a, b in zip(mine, reference, strict=True)) <= 1

@@ -30,21 +30,35 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def ptx(kernel: Any, constants: dict[str, Any]) -> str:
+def compiled_way(kernel: Any, constants: dict[str, Any], *, warps: int = 4, types: dict[str, str] = TYPES) -> Any:
     """As the device compiles it: pointers and sizes are multiples of 16."""
     constants = constants | {"bias": None, "PDL": True}
     signature, values, attrs = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
-        signature[name] = TYPES.get(name, "constexpr")
+        signature[name] = types.get(name, "constexpr")
         if signature[name] == "constexpr":
             values[(place,)] = constants[name]
         elif name != "rows":
             attrs[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
     assert compiled.asm["cubin"]
-    return str(compiled.asm["ptx"])
+    return compiled
+
+
+def ptx(kernel: Any, constants: dict[str, Any]) -> str:
+    """Of a bfloat16 kernel of four warps."""
+    return str(compiled_way(kernel, constants).asm["ptx"])
+
+
+def router_memory(rows: int, element: int) -> int:
+    """Bytes of shared memory of a program of the router's sums."""
+    block, outputs, depth, warps = router_triton.share_tile(rows, element)
+    types = TYPES | dict.fromkeys(("x", "router"), {2: "*bf16", 4: "*fp32"}[element])
+    constants = {"HIDDEN": 2048, "ROWS": block, "OUTPUTS": outputs, "DEPTH": depth}
+    return int(compiled_way(router_triton._share_kernel, constants, warps=warps, types=types).metadata.shared)
 
 
 if __name__ == "__main__":
-    json.dump({name: ptx(*way) for name, way in WAYS.items()}, sys.stdout)
+    memory = {f"{rows} x {element}": router_memory(rows, element) for rows in (32, 33) for element in (2, 4)}
+    json.dump({"ptx": {name: ptx(*way) for name, way in WAYS.items()}, "router memory": memory}, sys.stdout)

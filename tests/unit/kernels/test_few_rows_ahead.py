@@ -7,22 +7,33 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from tests.support.python_path import python_path
 
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program may have on an H200."""
+
 
 @pytest.fixture(scope="module")
-def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    """By way, the code before the wait and after it."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `few_rows_ahead` prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", "-W", "ignore", "-m", "tests.unit.kernels.few_rows_ahead"]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": python_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ptx(compiled: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """By way, the code before the wait and after it."""
     found = {}
-    for name, text in json.loads(done.stdout).items():
+    for name, text in compiled["ptx"].items():
         before, after = re.split(r"griddepcontrol\.wait\s*;", text)
         found[name] = before, after
     return found
@@ -50,3 +61,9 @@ def test_dependents_start_after_the_wait(ptx: dict[str, tuple[str, str]]) -> Non
 
 def test_tiles_of_64_use_the_wide_instruction(ptx: dict[str, tuple[str, str]]) -> None:
     assert ["wgmma" in after for _, after in (ptx["shared"], ptx["row tiles"], ptx["router"], ptx["held"])] == [True] * 3 + [False]
+
+
+def test_what_the_router_multiplies_fits_shared_memory(compiled: dict[str, Any]) -> None:
+    memory = compiled["router memory"]
+    assert sorted(memory) == ["32 x 2", "32 x 4", "33 x 2", "33 x 4"]
+    assert max(memory.values()) <= SHARED_MEMORY
