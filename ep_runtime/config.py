@@ -119,7 +119,7 @@ class RuntimeConfig(BaseModel):
     # Deadlines
     rendezvous_timeout: Seconds = Field(300, description="seconds until every rank has joined")
     handshake_timeout: Seconds = Field(60, description="seconds for the ranks of an epoch to connect and compare themselves")
-    warm_timeout: Seconds = Field(300, description="seconds for warm-up: kernels compile and decode steps are captured")
+    warm_timeout: Seconds = Field(300, description="seconds for warm-up: connecting, capturing steps, rehearsing the largest")
     load_timeout: Seconds = Field(3600, description="seconds for loading weights")
     command_timeout: Seconds = Field(120, description="seconds for every rank to acknowledge a command")
     max_failed_starts: Count = Field(5, description="times in a row that a rank's engine may end before it is ready; then all ends")

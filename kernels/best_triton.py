@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.one_shot_triton import PeerMemory
 from kernels.one_shot_words_triton import look
+from kernels.peer_memory import PeerMemory
 
 BEST_ROWS = 256
 """Most rows of a call over several ranks."""

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from kernels.best_triton import BEST_ROWS, BEST_WORDS, await_told, tell
-from kernels.one_shot_triton import PROGRAMS, SIGNAL_LINE, PeerMemory
 from kernels.one_shot_words_triton import look
+from kernels.peer_memory import PROGRAMS, SIGNAL_LINE, PeerMemory
 
 SENT_TOKENS = 1024
 """Most tokens of a call."""

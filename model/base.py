@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from kernels.one_shot_triton import PeerMemory
+    from kernels.peer_memory import PeerMemory
     from model.batch import ForwardBatch, ForwardOutput
     from model.spec import ModelSpec
     from model.state.registry import StateRegistry

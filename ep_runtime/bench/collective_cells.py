@@ -13,7 +13,7 @@ from ep_runtime.engine.host_memory import Exchange
 
 if TYPE_CHECKING:
     from ep_runtime.engine.peers import Peers
-    from kernels.one_shot_triton import PeerMemory
+    from kernels.peer_memory import PeerMemory
 
 CHECKS = 4
 """Calls that are compared in a row: each half of a buffer is used twice."""
@@ -107,7 +107,7 @@ def gpu_cells(
 
 def vary(memory: PeerMemory, text: str) -> PeerMemory:
     """The memory used another way, such as "programs=64,pause=200"; "default" changes nothing. Raises `ValueError`."""
-    from kernels.one_shot_triton import Waiting
+    from kernels.peer_memory import Waiting
 
     given = dict(part.split("=", 1) for part in text.split(",")) if text != "default" else {}
     names = {"spins": "spins", "pause": "pause_ns", "reader": "reader"}

@@ -25,7 +25,7 @@ from protocol.progress import ProgressPage
 
 if TYPE_CHECKING:
     from ep_runtime.engine.peers import Peers
-    from kernels.one_shot_triton import PeerMemory
+    from kernels.peer_memory import PeerMemory
 
 log = logging.getLogger(__name__)
 

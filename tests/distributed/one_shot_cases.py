@@ -27,7 +27,7 @@ def _memory(
     word_rows: int = 0,
 ) -> tuple[Any, Any]:
     """A `PeerMemory` of files, and the tensors that must outlive it. Files of one use are made once."""
-    from kernels.one_shot_triton import PROGRAMS, SIGNAL_LINE, PeerMemory, Waiting
+    from kernels.peer_memory import PROGRAMS, SIGNAL_LINE, PeerMemory, Waiting
 
     words = 2 * ctx.world * SLOT * 8 // dtype.itemsize
     sizes = {"buffer": (2 * CAPACITY + words, dtype), "signals": (PROGRAMS * SIGNAL_LINE, torch.int32)}

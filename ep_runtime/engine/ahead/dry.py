@@ -28,7 +28,7 @@ from ep_runtime.engine.own_rows import all_own
 from ep_runtime.engine.resident import Resident
 from ep_runtime.engine.sampling.fused import FusedDraw
 from kernels.checksum_triton import row_sums
-from kernels.one_shot_triton import PeerMemory
+from kernels.peer_memory import PeerMemory
 from kernels.tuning import Tuning, load_table
 from model.batch import ForwardBatch
 from model.config import ModelConfig

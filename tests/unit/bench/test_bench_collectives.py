@@ -13,7 +13,7 @@ import torch
 
 from ep_runtime.bench.collective_cells import Problem, vary
 from ep_runtime.bench.collectives import summarise, tabulate
-from kernels.one_shot_triton import PROGRAMS, PeerMemory, Waiting
+from kernels.peer_memory import PROGRAMS, PeerMemory, Waiting
 
 ROWS = [1, 9]
 
