@@ -73,6 +73,12 @@ class RuntimeConfig(BaseModel):
     protocol: int = Field(2, ge=1, le=2, description="version of the command protocol; 1 is the one-sequence dialect")
     enable_prefix_caching: bool = Field(False, description="reuse the blocks of common prompt beginnings")
     threads: Count | None = Field(None, description="compute threads of each rank on the CPU; None: cores / ranks on the host")
+    compile_processes: int | None = Field(
+        None,
+        ge=0,
+        description="processes of each rank that compile a GPU's kernels while weights load; 0: none, each kernel is compiled when "
+        "first needed; None: by cores and memory, at most 8",
+    )
     digest_interval: int = Field(256, ge=0, description="steps between comparisons of all ranks' state; 0: never")
 
     # HTTP

@@ -5,6 +5,7 @@ kernels that Triton found for launches of one kind. Two are of one kind if nothi
 tensors, whether they begin at 16 bytes, and numbers, by their value, but for those that `do_not_specialize` names. So a number that
 varies from step to step belongs there: otherwise each of its values takes Triton's own way once, and some are compiled anew.
 A launch of a new kind takes Triton's way, and so does every one in the interpreter, or where Triton is not as told here (`FAULT`).
+Triton's launch hooks, which its profiler Proton counts launches by, see nothing of direct ones.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls

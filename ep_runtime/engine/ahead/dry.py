@@ -25,6 +25,7 @@ from ep_runtime.engine.executor import EpochCommunicator
 from ep_runtime.engine.graphs import FIELDS, DecodeGraphs, FixedRows
 from ep_runtime.engine.host_memory import Exchange
 from ep_runtime.engine.own_rows import all_own
+from ep_runtime.engine.rank import DTYPES
 from ep_runtime.engine.resident import Resident
 from ep_runtime.engine.sampling.fused import FusedDraw
 from kernels.checksum_triton import row_sums
@@ -41,7 +42,6 @@ from model.state.registry import StateRegistry
 META = torch.device("meta")
 LONG = 4096
 """Positions of a sequence that is long to every kernel."""
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class DryGroup:

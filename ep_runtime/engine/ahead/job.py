@@ -32,8 +32,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel as compiled for some kinds of arguments: `data` is for Triton's `preload`."""
+    """One kernel as compiled for some kinds of arguments.
+
+    `data` is for Triton's `preload`; `hash` is what its cache calls the result, empty before there is one.
+    """
 
     module: str
     name: str
     data: str
+    hash: str = ""

@@ -6,20 +6,21 @@ It reads a `Job` from its standard input, a line of JSON, touches no device, and
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from importlib import import_module
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
+import triton
 
 from ep_runtime.engine.ahead.dry import variants
 from ep_runtime.engine.ahead.job import Job, Variant
+from ep_runtime.engine.ahead.kept import kept, list_path
+from ep_runtime.engine.ahead.noting import TargetDriver
+from ep_runtime.engine.ahead.pool import begin, compile_all, reply
 
 log = logging.getLogger(__name__)
 
@@ -30,22 +31,9 @@ def in_turn(found: Sequence[Variant], part: int, parts: int) -> list[Variant]:
     return [*found[start:], *found[:start]]
 
 
-def compile_variant(variant: Variant, finish: Callable[[Any], object]) -> str:
-    """Compile one into the cache, or find it there; `finish` takes it. Says what failed."""
-    try:
-        finish(getattr(import_module(variant.module), variant.name).preload(variant.data))
-    except Exception as error:
-        return f"{variant.name}: {error!r}"
-    return ""
-
-
-def compile_all(found: Sequence[Variant], processes: int, finish: Callable[[Any], object]) -> list[Variant]:
-    """Compile in so many processes, which are copies of this one; those that were compiled."""
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        faults = pool.map(partial(compile_variant, finish=finish), found, chunksize=1)
-    for fault in filter(None, faults):
-        log.warning("not compiled ahead: %s", fault)
-    return [variant for variant, fault in zip(found, faults, strict=True) if not fault]
+def listed(job: Job, cache: Path) -> list[Variant]:
+    """The job's kernels: those of the list in the cache's folder, else those that steps without a device launch."""
+    return kept(list_path(job, cache)) or variants(job)
 
 
 def build_launcher(compiled: Any) -> None:
@@ -60,20 +48,21 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s compiler %(levelname)s %(message)s", stream=sys.stderr)
     torch.set_num_threads(1)
-    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    job, answer = begin()
     began = time.monotonic()
-    found = in_turn(variants(job), job.local_rank, job.local_ranks)
-    listed = time.monotonic()
-    compiled = compile_all(found, job.processes, build_launcher)
+    triton.runtime.driver.set_active(TargetDriver(job.capability))
+    found = in_turn(listed(job, Path(triton.knobs.cache.dir)), job.local_rank, job.local_ranks)
+    ready = time.monotonic()
+    compiled = compile_all(found, job.processes, build_launcher, answer)
     log.info(
         "%d kernels of rank %d: listed in %.1f s, compiled in %.1f s by %d processes",
         len(compiled),
         job.rank,
-        listed - began,
-        time.monotonic() - listed,
+        ready - began,
+        time.monotonic() - ready,
         job.processes,
     )
-    sys.stdout.buffer.write(b"".join(msgspec.json.encode(variant) + b"\n" for variant in compiled))
+    reply(answer, compiled)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import psutil
 import torch
 
 from ep_runtime.engine.ahead.job import Job, Variant
-from ep_runtime.engine.ahead.kept import keep, kept, list_path
+from ep_runtime.engine.ahead.kept import cached, keep, kept, list_path
 from ep_runtime.engine.setup import buckets_up_to
 from model.decoder import Decoder
 
@@ -27,25 +28,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_PROCESSES = 16
-"""A list has tens of kernels; each process takes some 300 MB."""
+MODULE = "ep_runtime.engine.ahead.main"
+MOST_PROCESSES = 8
+"""A list has tens of kernels."""
+PROCESS_BYTES = 2**29
+"""What one process may take of the host's memory while it compiles."""
 
 PATIENCE_S = 120.0
 """For kernels, once the weights are there. What has not come by then is compiled when it is needed."""
 
 
-def processes_for(cores: int, local_ranks: int) -> int:
-    """A rank's processes beside its own one, of a host whose ranks all compile."""
-    return max(1, min(MOST_PROCESSES, cores // local_ranks - 1))
+def processes_for(cores: int, available: int, local_ranks: int) -> int:
+    """A rank's processes beside its own one, of a host whose ranks all compile, and which has so many bytes of memory available."""
+    return max(1, min(MOST_PROCESSES, cores // local_ranks - 1, available // local_ranks // PROCESS_BYTES))
 
 
 def job_for(
     config: RuntimeConfig, prepared: PreparedModel, needs: Needs, plan: MemoryPlan, layout: str, local_ranks: int
 ) -> Job | None:
-    """What to compile while weights are read; None where the model does not run on the kernels of `model.layers.fused`."""
-    device, parallel = prepared.device, prepared.parallel
-    if device.type != "cuda" or config.forward_mode == "reference" or not isinstance(prepared.module, Decoder):
+    """What to compile while weights are read; None where that is off, or no kernels of `model.layers.fused` run."""
+    device, parallel, processes = prepared.device, prepared.parallel, config.compile_processes
+    if processes == 0 or device.type != "cuda" or config.forward_mode == "reference" or not isinstance(prepared.module, Decoder):
         return None
+    if processes is None:
+        processes = processes_for(len(os.sched_getaffinity(0)), psutil.virtual_memory().available, local_ranks)
     major, minor = torch.cuda.get_device_capability(device)
     return Job(
         folder=config.model,
@@ -61,59 +67,73 @@ def job_for(
         max_model_len=needs.max_model_len,
         buckets=buckets_up_to(plan.max_slots) if needs.graphs else [],
         peers=parallel.world > 1 and config.coordinator_host is None,
-        processes=processes_for(len(os.sched_getaffinity(0)), local_ranks),
+        processes=processes,
         local_rank=parallel.rank % local_ranks,
         local_ranks=local_ranks,
     )
 
 
 class Compiler:
-    """A process that compiles."""
+    """A process that compiles; `module` is what it runs. It and its workers end when its standard input is closed here.
 
-    def __init__(self, job: Job) -> None:
+    Raises OSError where none can be started.
+    """
+
+    def __init__(self, job: Job, module: str = MODULE) -> None:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # what this process imports, that one does
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ep_runtime.engine.ahead.main"],
+            [sys.executable, "-P", "-m", module],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(job) + b"\n")
-        self._process.stdin.flush()
+        # Taken from the process, whose `communicate` would close it.
+        self._lifeline, self._process.stdin = self._process.stdin, None
+        with suppress(BrokenPipeError):  # it has ended already: `compiled` says so
+            self._lifeline.write(msgspec.json.encode(job) + b"\n")
 
     def compiled(self, patience_s: float = PATIENCE_S) -> list[Variant]:
         """What it has compiled, when it is done; nothing, with a warning, if it failed or takes too long."""
         try:
             answer, _ = self._process.communicate(timeout=patience_s)
+            if self._process.returncode == 0:
+                return [msgspec.json.decode(line, type=Variant) for line in answer.splitlines()]
+            log.warning("kernels could not be compiled ahead (status %d): they are when first needed", self._process.returncode)
         except subprocess.TimeoutExpired:
             log.warning("kernels are not compiled within %g s: some will be when they are first needed", patience_s)
-            return []
-        if self._process.returncode != 0:
-            log.warning("kernels could not be compiled ahead (status %d): they are when first needed", self._process.returncode)
-            return []
-        return [msgspec.json.decode(line, type=Variant) for line in answer.splitlines()]
+        except msgspec.DecodeError as error:
+            log.warning("kernels that were compiled ahead are not known (%s): they are loaded when first needed", error)
+        return []
 
     def close(self) -> None:
-        """End it, if it runs, and collect it."""
+        """End it and its workers, if they run, and collect it; what they leave in its pipes is not waited for."""
         self._process.kill()
-        self._process.communicate()
+        self._lifeline.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.wait()
 
 
 @contextmanager
 def compiling(job: Job | None) -> Iterator[Callable[[], int]]:
     """Kernels are compiled in another process meanwhile, or were by an earlier start; the answer loads them and says how many."""
-    if job is None:
-        yield lambda: 0
-        return
-    import triton
+    known, compiler = [], None
+    if job is not None:
+        import triton
 
-    path = list_path(job, Path(triton.knobs.cache.dir))
-    known = kept(path)
-    if known is not None:
+        try:
+            path = list_path(job, Path(triton.knobs.cache.dir))
+            known = kept(path) or []
+            if not known or not all(map(cached, known)):
+                compiler = Compiler(job)
+        except OSError as error:
+            log.warning("kernels are not compiled ahead, but when first needed: %s", error)
+            known = []
+    if compiler is None:
         yield lambda: load_kernels(known)
         return
-    compiler = Compiler(job)
 
     def load() -> int:
         variants = compiler.compiled()
@@ -128,14 +148,12 @@ def compiling(job: Job | None) -> Iterator[Callable[[], int]]:
 
 
 def load_kernels(variants: list[Variant]) -> int:
-    """Load kernels from Triton's cache onto the device, ready for their first launch; how many could be."""
-    from triton.runtime.errors import OutOfResources
-
+    """Load kernels from Triton's cache onto the device, ready for their first launch; how many could be. Others are warnings."""
     loaded = 0
     for variant in variants:
-        compiled = getattr(import_module(variant.module), variant.name).preload(variant.data)
         try:
+            compiled = getattr(import_module(variant.module), variant.name).preload(variant.data)
             loaded += compiled.run is not None  # asking for it loads the kernel
-        except OutOfResources as error:
-            log.warning("%s does not fit this device: %s", variant.name, error)
+        except Exception as error:
+            log.warning("%s is not loaded ahead: %r", variant.name, error)
     return loaded
