@@ -1,4 +1,5 @@
-"""`python -m ep_runtime.bench decode|prefill|throughput|serve|startup|collectives|scale|control|cost|plot|demo|recovery|vision`.
+"""`python -m ep_runtime.bench NAME`: decode, prefill, throughput, serve, startup, collectives, scale, tune, control, cost, plot,
+demo, recovery or vision.
 
 The first three also run under torchrun, with any ranks; `collectives` runs under torchrun alone.
 """
@@ -21,6 +22,7 @@ from ep_runtime.bench import (
     serve,
     startup,
     throughput,
+    tune,
     vision,
 )
 
@@ -42,6 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         "plot": ("draw a result that was written before", plots.add_arguments, plots.run),
         "demo": (demo.__doc__, demo.add_arguments, demo.run),
         "recovery": (recovery.__doc__, recovery.add_arguments, recovery.run),
+        "tune": (tune.__doc__, tune.add_arguments, tune.run),
         "vision": (vision.__doc__, vision.add_arguments, vision.run),
     }
     for name, (text, add_arguments, run) in kinds.items():
