@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch import cdiv
 from kernels.one_shot_words_triton import look
 from kernels.peer_memory import PeerMemory
 
@@ -60,10 +61,10 @@ def best_rows(
     best = torch.empty(rows, 2, dtype=torch.int64, device=shard.device)
     if rows == 0:
         return best
-    parts = max(1, min(triton.cdiv(columns, BLOCK), PROGRAMS_AT_ONCE // rows, MOST_PARTS))
+    parts = max(1, min(cdiv(columns, BLOCK), PROGRAMS_AT_ONCE // rows, MOST_PARTS))
     values = torch.empty(rows, parts, dtype=torch.float32, device=shard.device)
     places = torch.empty(rows, parts, dtype=torch.int32, device=shard.device)
-    share = triton.cdiv(triton.cdiv(max(1, columns), parts), BLOCK) * BLOCK
+    share = cdiv(cdiv(max(1, columns), parts), BLOCK) * BLOCK
     _best_kernel[(rows, parts)](
         shard, values, places, shard.stride(0), columns, share, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )

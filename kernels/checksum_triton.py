@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.checksum import GOLDEN, MIX
+from kernels.launch import cdiv
 
 BLOCK = 1024
 PROGRAMS = 4096
@@ -26,9 +27,9 @@ def row_sums(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         raise ValueError("rows must be contiguous")
     if count == 0 or width == 0:
         return torch.zeros(count, dtype=torch.int64, device=words.device)
-    blocks = triton.cdiv(width, BLOCK)
-    share = triton.cdiv(blocks, max(1, min(blocks, PROGRAMS // count)))
-    parts = triton.cdiv(blocks, share)
+    blocks = cdiv(width, BLOCK)
+    share = cdiv(blocks, max(1, min(blocks, PROGRAMS // count)))
+    parts = cdiv(blocks, share)
     sums = torch.empty(count, parts, dtype=torch.int64, device=words.device)
     _row_kernel[(count, parts)](words, rows, sums, width, share, GOLDEN=GOLDEN, MIX=MIX, BLOCK=BLOCK)
     return sums.sum(1)

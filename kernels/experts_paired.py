@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.experts_config import Tile
+from kernels.launch import cdiv, next_power_of_2
 
 UNROLLED = 4
 """Steps of the loop over H that are unrolled where it is not pipelined through shared memory, so that their loads overlap."""
@@ -25,7 +26,7 @@ def gate_up_paired(
     """Units `[P, I]` float32 of every pair whose expert is held here; other rows are left unwritten."""
     pairs, units = experts.numel(), gate_up.shape[1] // 2
     out = torch.empty(pairs, units, dtype=torch.float32, device=x.device)
-    _gate_up_paired_kernel[(pairs * triton.cdiv(units, tile.block_n),)](
+    _gate_up_paired_kernel[(pairs * cdiv(units, tile.block_n),)](
         x,
         experts,
         local,
@@ -64,7 +65,7 @@ def down_paired(
     """
     rows, top_k = experts.shape
     hidden, width = down.shape[1:]
-    _down_paired_kernel[(rows * triton.cdiv(hidden, tile.block_n),)](
+    _down_paired_kernel[(rows * cdiv(hidden, tile.block_n),)](
         units,
         experts,
         weights,
@@ -74,11 +75,11 @@ def down_paired(
         hidden,
         width,
         TOP_K=top_k,
-        TOP_K_POW2=triton.next_power_of_2(top_k),
-        SLOTS=min(tile.block_m, triton.next_power_of_2(top_k)),
+        TOP_K_POW2=next_power_of_2(top_k),
+        SLOTS=min(tile.block_m, next_power_of_2(top_k)),
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        K_TILES=triton.cdiv(width, tile.block_k),
+        K_TILES=cdiv(width, tile.block_k),
         EVEN_K=width % tile.block_k == 0,
         PDL=pdl,
         num_warps=tile.warps,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels.few_rows import MOST_ROWS, FewRowsConfig
+from kernels.launch import cdiv, next_power_of_2
 
 LINE_BYTES = 128
 """What one prefetch brings to the L2 cache."""
@@ -46,7 +47,7 @@ def linear_rows(
     if rows == 0:
         return out
     options: dict[str, Any] = {"PDL": pdl, "num_warps": config.warps, "num_stages": config.stages, "launch_pdl": pdl}
-    tiles = triton.cdiv(columns, config.block_n)
+    tiles = cdiv(columns, config.block_n)
     if config.way == "rows":
         _rows_kernel[(tiles,)](
             x,
@@ -58,17 +59,17 @@ def linear_rows(
             depth,
             rows,
             BLOCK_N=config.block_n,
-            BLOCK_K=triton.next_power_of_2(depth),
+            BLOCK_K=next_power_of_2(depth),
             **options,
         )
         return out
     block_k = config.block_k
-    block_rows = config.block_rows or max(8, triton.next_power_of_2(rows))
-    steps = triton.cdiv(depth, block_k)
+    block_rows = config.block_rows or max(8, next_power_of_2(rows))
+    steps = cdiv(depth, block_k)
     splits = min(config.splits, steps)
-    share = triton.cdiv(steps, splits) * block_k
+    share = cdiv(steps, splits) * block_k
     sums = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device) if splits > 1 else out
-    _dot_kernel[(tiles, triton.cdiv(rows, block_rows), splits)](
+    _dot_kernel[(tiles, cdiv(rows, block_rows), splits)](
         x,
         weight,
         bias,
@@ -89,7 +90,7 @@ def linear_rows(
         HELD=share == block_k,
         EVEN_K=depth % block_k == 0,
         LINE=LINE_BYTES // x.element_size(),
-        LINES=triton.next_power_of_2(triton.cdiv(share, LINE_BYTES // x.element_size())),
+        LINES=next_power_of_2(cdiv(share, LINE_BYTES // x.element_size())),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **options,
     )

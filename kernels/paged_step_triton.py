@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch import next_power_of_2
 from kernels.paged_decode_triton import check_caches
 
 
@@ -47,7 +48,7 @@ def default_step_config(rows: int, kv_heads: int, head_dim: int, max_seq: int, d
     else:
         tile, warps, stages = (32, 8, 2)
     alone = 256 if pairs <= 132 else 1536
-    wanted = triton.next_power_of_2(max(4, 128 // pairs))
+    wanted = next_power_of_2(max(4, 128 // pairs))
     return StepConfig(tile=tile, warps=warps, stages=stages, splits=1 if max_seq <= alone else min(wanted, 64), alone=alone)
 
 
@@ -102,7 +103,7 @@ def attention_step(
         return out
     config = config or default_step_config(rows, kv_heads, head_dim, max_seq, projected.dtype)
     group, splits = heads // kv_heads, config.splits
-    members = triton.next_power_of_2(group)
+    members = next_power_of_2(group)
     partial = weights = None
     if splits > 1:
         partial = torch.empty(rows, kv_heads, splits, members, head_dim, dtype=torch.float32, device=projected.device)

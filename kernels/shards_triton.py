@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from kernels.best_triton import BEST_ROWS, BEST_WORDS, await_told, tell
+from kernels.launch import cdiv
 from kernels.one_shot_words_triton import look
 from kernels.peer_memory import PROGRAMS, SIGNAL_LINE, PeerMemory
 
@@ -82,7 +83,7 @@ def pick_rows(memory: PeerMemory | None, shard: torch.Tensor, rows: torch.Tensor
     if not len(rows):
         return out
     world = 1 if memory is None else memory.world
-    _pick_kernel[(len(rows), triton.cdiv(width, BLOCK), world)](
+    _pick_kernel[(len(rows), cdiv(width, BLOCK), world)](
         shard,
         rows,
         out,

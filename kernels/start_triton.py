@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch import cdiv
+
 START_BLOCK = 1024
 EMBED_BLOCK = 2048
 
@@ -54,7 +56,7 @@ def embed_rows(token_ids: torch.Tensor, table: torch.Tensor, *, pdl: bool = Fals
     rows, width = len(token_ids), table.shape[1]
     x, kept = (torch.empty(rows, width, dtype=table.dtype, device=table.device) for _ in range(2))
     if rows:
-        _embed_kernel[(rows, triton.cdiv(width, EMBED_BLOCK))](
+        _embed_kernel[(rows, cdiv(width, EMBED_BLOCK))](
             token_ids, table, x, kept, table.stride(0), width, BLOCK=EMBED_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
         )
     return x, kept

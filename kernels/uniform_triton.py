@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch import cdiv
+
 BLOCK = 4096
 
 
@@ -35,7 +37,7 @@ def fill_uniform(target: torch.Tensor, start: int, strides: Sequence[int], key: 
     (_, row_step, row), (columns, step, column) = [(1, 0, 0)] * (2 - len(merged)) + merged
     if target.numel():
         first = (start + key + (1 << 63)) % (1 << 64) - (1 << 63)
-        _uniform_kernel[(triton.cdiv(target.numel(), BLOCK),)](
+        _uniform_kernel[(cdiv(target.numel(), BLOCK),)](
             target, first, target.numel(), columns, row_step, step, row, column, SCALE=scale, BLOCK=BLOCK, num_warps=8
         )
     return True
