@@ -49,6 +49,9 @@ TILE_BYTES = 16384
 PAIRS_PARTS = 2
 """Parts of a tile, one after the other, where choices are summed: their outputs come through the same registers."""
 
+PAIRS_ROWS = 16
+"""Most rows of such a tile: their choices are looked up in unrolled code, 128 rows of which take a minute to compile."""
+
 TILE_WARPS = 8
 WORD_WARPS = 8
 
@@ -144,6 +147,8 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
         return
     block = next_power_of_2(width)
     tile = max(1, TILE_BYTES // (block * dtype.itemsize))
+    if pairs is not None:
+        tile = min(tile, PAIRS_ROWS)
     parts = 1 if pairs is None else min(PAIRS_PARTS, tile)
     top_k = 0 if pairs is None else pairs.top_k
     _tiles(memory.capacity, memory.share, memory.programs, memory.line, width, tile, parts, top_k, *flags)(

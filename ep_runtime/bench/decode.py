@@ -122,8 +122,7 @@ def profile(session: Session, batch: int, prompt_len: int) -> dict[str, Any]:
     llm.on_arrival = note
     prompts = random_prompts(batch, prompt_len, llm.vocab_size)
     try:
-        room = llm.max_model_len - prompt_len
-        llm.generate(prompts, greedy(min(watch.tokens_needed, room)))
+        llm.generate(prompts, greedy(llm.max_model_len - prompt_len))  # the first decode while the last are still prompts
     finally:
         llm.on_arrival = keep
     rows = watch.rows()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernels.experts_config import Tile
 
-DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows for which layers are timed as decode steps launch them."""
 
 PAIRED_UP_TO = 8

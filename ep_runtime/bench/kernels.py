@@ -21,7 +21,7 @@ from ep_runtime.bench.experts_shapes import MODELS
 from ep_runtime.bench.kernel_experts import report
 from kernels.tuning import merge_entries
 
-DEFAULT_ROWS = "1,2,4,8,16,32,64,128,1024,4096,8192"
+DEFAULT_ROWS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
 
 def main() -> int:
@@ -42,7 +42,8 @@ def main() -> int:
     report(f"done after {time.monotonic() - began:.0f} s")
     table = made_table(models, options.table)
     if options.out:
-        options.out.write_text(json.dumps({"checks": checks, "router": router, "models": models, "table": table}, indent=1))
+        result = {"checks": checks, "router": router, "models": models, "table": table}
+        options.out.write_text(json.dumps(result, indent=1, default=str))  # torch's dtypes by their names
     if options.table and models:
         options.table.write_text(json.dumps(table, indent=1) + "\n")
     return 0 if good == len(checks) else 1

@@ -33,11 +33,6 @@ class StepProfile:
         self._profiler: torch.profiler.profile | None = None
         self._events: list[Any] = []
 
-    @property
-    def tokens_needed(self) -> int:
-        """New tokens of a request that is long enough to be profiled."""
-        return SKIP + STEPS + 8
-
     def arrived(self, arrival: Arrival) -> None:
         """Start or stop when it is time."""
         self._full += arrival.sequences == self._batch
