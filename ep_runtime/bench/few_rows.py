@@ -49,6 +49,7 @@ SHAPES = {
     "30b qkv, 8 ranks": (2048, 768),
     "out, 4 ranks": (1024, 2048),
     "next delta, 4 ranks": (2048, 3088),
+    "next delta, 8 ranks": (2048, 1544),
     "next qkv, 8 ranks": (2048, 1536),
 }
 """Name -> depth and columns of the weight. Qwen3.5-35B and Qwen3-Next-80B, `next`, have the same ones."""
