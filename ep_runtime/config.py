@@ -47,7 +47,9 @@ class RuntimeConfig(BaseModel):
     # Sizes
     max_model_len: Count | None = Field(None, description="longest sequence in tokens; None: what the model allows")
     max_num_seqs: Count | None = Field(None, description="sequences that run at once; None: 256 on GPU, 16 on CPU")
-    max_num_batched_tokens: Count | None = Field(None, description="token budget of one step; None: 8192 on GPU, 512 on CPU")
+    max_num_batched_tokens: Count | None = Field(
+        None, description="token budget of one step; None: 8192 on GPU (11776 offline), 512 on CPU"
+    )
     block_size: int = Field(16, ge=1, le=256, description="tokens in one block of key/value cache")
     num_blocks: Count | None = Field(None, description="blocks of key/value cache on each rank; None: derived from memory")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of device memory that the runtime may take")
@@ -210,8 +212,12 @@ class Facts(BaseModel):
     master_port: int = 29500
 
 
-def resolve(config: RuntimeConfig, facts: Facts) -> RuntimeConfig:
-    """The configuration with every "chosen at start" that does not depend on the model filled in.
+GPU_TOKENS = 8192
+"""Rows of a step on GPUs, where nothing else is said."""
+
+
+def resolve(config: RuntimeConfig, facts: Facts, gpu_tokens: int = GPU_TOKENS) -> RuntimeConfig:
+    """The configuration with every "chosen at start" that does not depend on the model filled in; steps of `gpu_tokens` on GPUs.
 
     Raises `ValueError` (a `pydantic.ValidationError` is one) when the result contradicts itself. What depends on the model
     (`max_model_len`, `num_blocks`, `max_image_tokens`) is derived from its spec by the engines, alike on every rank; what depends
@@ -228,7 +234,7 @@ def resolve(config: RuntimeConfig, facts: Facts) -> RuntimeConfig:
         "device": device,
         "served_model_name": config.served_model_name or config.model.rstrip("/"),
         "max_num_seqs": slots,
-        "max_num_batched_tokens": config.max_num_batched_tokens or max(slots, 8192 if on_gpu else 512),
+        "max_num_batched_tokens": config.max_num_batched_tokens or max(slots, gpu_tokens if on_gpu else 512),
         "image_cache_bytes": _image_cache(config.image_cache_bytes, on_gpu),
         "forward_mode": config.forward_mode or ("graph" if on_gpu else "eager"),
         "world_size": world,

@@ -46,11 +46,15 @@ REGISTERS = 65536
 TILE_BYTES = 16384
 """Bytes of the rows that a program moves at a time, about."""
 
+TILE_ROWS = 16
+"""Most of them: choices of rows are looked up in unrolled code, and those of 128 rows take a minute to compile.
+
+It bounds tiles of partials, too: all sums of one memory divide rows alike, or a program would write where another one does.
+"""
+
 PAIRS_PARTS = 2
 """Parts of a tile, one after the other, where choices are summed: their outputs come through the same registers."""
 
-PAIRS_ROWS = 16
-"""Most rows of such a tile: their choices are looked up in unrolled code, 128 rows of which take a minute to compile."""
 
 TILE_WARPS = 8
 WORD_WARPS = 8
@@ -146,9 +150,7 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
         _launch_words(memory, partial, rows, width, added, strides, eps, flags, pdl)
         return
     block = next_power_of_2(width)
-    tile = max(1, TILE_BYTES // (block * dtype.itemsize))
-    if pairs is not None:
-        tile = min(tile, PAIRS_ROWS)
+    tile = max(1, min(TILE_ROWS, TILE_BYTES // (block * dtype.itemsize)))
     parts = 1 if pairs is None else min(PAIRS_PARTS, tile)
     top_k = 0 if pairs is None else pairs.top_k
     _tiles(memory.capacity, memory.share, memory.programs, memory.line, width, tile, parts, top_k, *flags)(

@@ -234,7 +234,7 @@ def prefill_seconds(machine: Machine, model: ModelCosts, case: Case, *, rows: in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Requests handed over at once, measured: what ran, and the seconds to the last token of all."""
+    """Requests handed over at once, measured: what ran, in steps of at most `step_rows`, and the seconds to the last token."""
 
     model: ModelCosts
     case: Case
@@ -242,6 +242,7 @@ class Load:
     prompt_len: int
     new_tokens: int
     seconds: float
+    step_rows: int
 
     @property
     def rows(self) -> int:
@@ -249,7 +250,7 @@ class Load:
         return self.requests * self.prompt_len
 
 
-def fit_prompts(machine: Machine, loads: Sequence[Load], step_rows: int) -> tuple[float, float]:
+def fit_prompts(machine: Machine, loads: Sequence[Load]) -> tuple[float, float]:
     """`prefill_rate` and `prefill_fixed` that fit loads of one new token best, by least squares of relative errors.
 
     Raises ValueError when they do not determine them.
@@ -257,12 +258,12 @@ def fit_prompts(machine: Machine, loads: Sequence[Load], step_rows: int) -> tupl
     none = replace(machine, prefill_rate=math.inf, prefill_fixed=0.0)
     one = replace(none, prefill_rate=1.0)
     known = [
-        [prefill_seconds(each, load.model, load.case, rows=load.rows, step_rows=step_rows) for each in (none, one)]
+        [prefill_seconds(each, load.model, load.case, rows=load.rows, step_rows=load.step_rows) for each in (none, one)]
         for load in loads
     ]
     seconds = np.array([load.seconds for load in loads])
     sums, operations = np.array(known).T
-    matrix = np.stack([operations - sums, [-(-load.rows // step_rows) for load in loads]], axis=1)
+    matrix = np.stack([operations - sums, [-(-load.rows // load.step_rows) for load in loads]], axis=1)
     (inverse, fixed), _, rank, _ = np.linalg.lstsq(matrix / seconds[:, None], 1 - sums / seconds, rcond=None)
     if rank < matrix.shape[1] or min(inverse, fixed) < 0:
         raise ValueError(f"{len(loads)} loads do not determine the constants of prompts: rank {rank}, {inverse}, {fixed}")

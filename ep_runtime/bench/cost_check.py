@@ -12,9 +12,6 @@ from ep_runtime.bench.cost_models import Record
 WITHIN = 0.15
 """By how much a prediction may be off."""
 
-STEP_ROWS = 8192
-"""Prompt rows of a step on a GPU, as the runtime chooses them."""
-
 
 def refit(machine: Machine, records: Sequence[Record]) -> Fitted:
     """The constants from all steady rows."""
@@ -23,14 +20,14 @@ def refit(machine: Machine, records: Sequence[Record]) -> Fitted:
 
 def refit_prompts(machine: Machine, loads: Sequence[Load]) -> tuple[float, float]:
     """The two constants of prompts, from all loads of one new token."""
-    return fit_prompts(machine, [load for load in loads if load.new_tokens == 1], STEP_ROWS)
+    return fit_prompts(machine, [load for load in loads if load.new_tokens == 1])
 
 
 def check_loads(machine: Machine, loads: Sequence[Load]) -> list[dict[str, Any]]:
     """A row for each load: measured seconds, predicted ones, and how far off they are."""
     rows = []
     for load in loads:
-        predicted = prefill_seconds(machine, load.model, load.case, rows=load.rows, step_rows=STEP_ROWS)
+        predicted = prefill_seconds(machine, load.model, load.case, rows=load.rows, step_rows=load.step_rows)
         what = f"prefill of {load.requests} × {load.prompt_len}"
         if load.new_tokens > 1:
             predicted += load.new_tokens * decode_step(machine, load.model, load.case).total / 1e3

@@ -21,6 +21,9 @@ from model.parallel import Parallel
 
 MACHINES = Path(__file__).parent / "machines"
 
+STEP_ROWS = 8192
+"""Prompt rows of a step of results that do not say it."""
+
 SPREAD = 1.5
 """A row whose slow steps (95th percentile) take so many times its fast ones (5th) has no one time of a step."""
 
@@ -117,6 +120,7 @@ def _load(about: Mapping[str, Any], row: Mapping[str, Any], model: ModelCosts) -
         prompt_len=row["prompt_len"],
         new_tokens=new_tokens,
         seconds=row["seconds"],
+        step_rows=about.get("max_num_batched_tokens", STEP_ROWS),
     )
 
 

@@ -130,6 +130,7 @@ class Session:
             "device": device,
             "forward_mode": llm.config.forward_mode,
             "attention_layout": llm.layout,
+            "max_num_batched_tokens": llm.config.max_num_batched_tokens,
             "weight_bytes_rank0": llm.load_report.nbytes,
             "load_seconds": round(llm.load_report.seconds, 2),
             "ready_seconds": round(llm.ready_seconds, 2),

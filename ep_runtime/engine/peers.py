@@ -15,8 +15,8 @@ from kernels.peer_memory import PROGRAMS, SIGNAL_LINE, PeerMemory
 from kernels.shards_triton import shard_words
 from protocol.errors import EpPeerGone
 
-BUFFER_BYTES = {"sums": 64 << 20, "logits": 128 << 20, "shards": 64 << 20}
-"""By use. Sums, for each peer: 8192 rows of 2048 elements in bfloat16, twice. Logits that are gathered: 256 rows of a
+BUFFER_BYTES = {"sums": 96 << 20, "logits": 128 << 20, "shards": 64 << 20}
+"""By use. Sums, for each peer: 12,288 rows of 2048 elements in bfloat16, twice. Logits that are gathered: 256 rows of a
 two-rank shard of a vocabulary of 250,000 in bfloat16, twice. Shards that stay where they are: 256 such rows, once."""
 
 WORD_BYTES = 32 << 20

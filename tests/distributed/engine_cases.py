@@ -21,6 +21,7 @@ from protocol.slots import Change, SlotTable
 from tests.support.cuda import nothing_may_synchronise
 from tests.support.engine import Driver, head_of
 from tests.support.rank_context import RankContext
+from tests.support.waves import TURNS
 
 
 def generate(ctx: RankContext, *, folder: str, requests: list[dict[str, Any]], together: bool, **settings: Any) -> Any:
@@ -266,7 +267,7 @@ def compiled_while_serving(ctx: RankContext, *, folder: str, waves: list[list[di
                 for number, wave in enumerate(waves):
                     for place, request in enumerate(wave):
                         driver.submit(f"{number}-{place}", **request)
-                    for _ in range(4):
+                    for _ in range(TURNS):
                         driver.turn()
                 driver.finish()
                 assert all(answer.error is None for answer in driver.answers.values())

@@ -13,7 +13,6 @@ from tests.distributed.comm_cases import exchange_of
 from tests.gpu.recovery_cases import group_of
 from tests.support.rank_context import RankContext
 
-WIDTH = 2048
 EPS = 1e-6
 CHOICES = 5
 
@@ -21,17 +20,17 @@ CHOICES = 5
 class Case:
     """What every rank brings to a call, made alike on both, and what must come of it."""
 
-    def __init__(self, call: int, rows: int, rank: int, world: int, dtype: torch.dtype) -> None:
+    def __init__(self, call: int, rows: int, width: int, rank: int, world: int, dtype: torch.dtype) -> None:
         draw = torch.Generator(device="cuda").manual_seed(call)
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device="cuda", generator=draw).to(dtype)
 
-        parts = [random(rows, WIDTH) for _ in range(world)]
+        parts = [random(rows, width) for _ in range(world)]
         self.mine = parts[rank]
-        self.x, self.weight, self.shared, self.gate = random(rows, WIDTH), random(WIDTH), random(rows, WIDTH), random(rows, 1)
+        self.x, self.weight, self.shared, self.gate = random(rows, width), random(width), random(rows, width), random(rows, 1)
         self.experts = torch.rand(rows, 16, device="cuda", generator=draw).topk(CHOICES).indices.to(torch.int32)
-        outputs = random(rows * CHOICES, WIDTH)
+        outputs = random(rows * CHOICES, width)
         self.local = torch.where(torch.arange(16, device="cuda") % world == rank, 0, -1)
         foreign = self.local[self.experts.long()].flatten() < 0
         self.outputs = outputs.masked_fill(foreign[:, None], float("nan"))
@@ -40,7 +39,7 @@ class Case:
 
     def _choices(self, outputs: torch.Tensor, home: int, world: int) -> torch.Tensor:
         away = (self.experts % world != home)[:, :, None]
-        by_row = outputs.view(-1, CHOICES, WIDTH).float().masked_fill(away, 0)
+        by_row = outputs.view(-1, CHOICES, outputs.shape[1]).float().masked_fill(away, 0)
         return _ordered(list(by_row.unbind(1))).to(outputs.dtype)
 
     def norm_error(self, x: torch.Tensor, normed: torch.Tensor) -> float:
@@ -57,7 +56,7 @@ def _ordered(parts: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def sum_on_gpus(ctx: RankContext, *, dtype: str, counts: list[int], pdl: bool) -> dict[str, Any]:
+def sum_on_gpus(ctx: RankContext, *, dtype: str, counts: list[int], width: int, pdl: bool) -> dict[str, Any]:
     """Sums of each count of rows, one after another, twice; what was wrong, and a digest of all results."""
     from kernels.one_shot_triton import reduce_add_norm_rows, reduce_rows
     from kernels.pairs import Pairs
@@ -70,7 +69,7 @@ def sum_on_gpus(ctx: RankContext, *, dtype: str, counts: list[int], pdl: bool) -
         memory = group.peers
         assert memory is not None
         for call, rows in enumerate(counts * 2):
-            case = Case(call, rows, ctx.rank, ctx.world, of)
+            case = Case(call, rows, width, ctx.rank, ctx.world, of)
             pairs = Pairs(case.outputs, case.experts, case.local)
             x, both = case.x.clone(), case.x.clone()
             results = {

@@ -13,6 +13,7 @@ import torch
 from tests.support.checkpoints import hf_logits, make_checkpoint, prompt
 from tests.support.greedy import Judged, judge_greedy
 from tests.support.ranks import RankPool
+from tests.support.waves import SIZES, waves_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -210,17 +211,10 @@ def test_a_digest_compiles_nothing_and_leaves_its_step_in_the_graph(
 def test_serving_compiles_nothing(
     ranks: RankPool, folder_of: Callable[[str, str], Path], family: str, world: int, layout: str
 ) -> None:
-    """Prompts of many lengths, whole and in pieces, beside decoding and alone, greedy and drawn, scored and not."""
-    kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "top_p": 0.9}, {"prompt_logprobs": 1}]
-    lengths = [[1], [2, 3], [300, 1, 5, 17], [9], [64, 65, 128, 129, 2], [33], [257, 256, 255], [100, 7, 3, 1, 1, 1]]
-    waves = [
-        [{"prompt": prompt(n, seed=n), "max_tokens": 3 + place, **kinds[(wave + place) % 3]} for place, n in enumerate(each)]
-        for wave, each in enumerate(lengths)
-    ]
-    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 272, "max_model_len": 512, "dtype": "bfloat16"}
     case = "tests.distributed.engine_cases:compiled_while_serving"
     where = {"folder": str(folder_of(family, "heads")), "device": "cuda", "forward_mode": "graph", "attention_layout": layout}
-    assert ranks.run(world, case, waves=waves, deadline=300.0, ahead=True, **where, **sizes) == [[]] * world
+    sizes = {**SIZES, "dtype": "bfloat16"}
+    assert ranks.run(world, case, waves=waves_of(prompt), deadline=300.0, ahead=True, **where, **sizes) == [[]] * world
 
 
 def errors(folder: Path, answers: list[dict[str, Any]]) -> torch.Tensor:

@@ -16,8 +16,12 @@ COUNTS = [1, 5, 128, 256, 257, 3000, 2]
 """The last number of rows that goes in words, the first that does not, and several tiles a program."""
 
 
-@pytest.mark.parametrize(("dtype", "pdl"), [("bfloat16", True), ("float16", False), ("float32", False)])
-def test_sums_are_exact_and_the_same_on_both_ranks(ranks: RankPool, dtype: str, pdl: bool) -> None:
-    first, second = ranks.run(2, "tests.gpu.sums_cases:sum_on_gpus", dtype=dtype, counts=COUNTS, pdl=pdl, deadline=300.0)
+@pytest.mark.parametrize(
+    ("dtype", "pdl", "width"),
+    [("bfloat16", True, 2048), ("float16", False, 2048), ("float32", False, 2048), ("bfloat16", True, 40)],
+)
+def test_sums_are_exact_and_the_same_on_both_ranks(ranks: RankPool, dtype: str, pdl: bool, width: int) -> None:
+    ways = {"dtype": dtype, "counts": COUNTS, "width": width, "pdl": pdl}
+    first, second = ranks.run(2, "tests.gpu.sums_cases:sum_on_gpus", **ways, deadline=300.0)
     assert first["wrong"] == second["wrong"] == []
     assert first["digest"] == second["digest"]

@@ -134,10 +134,12 @@ def test_constants_of_prompts_are_found_in_the_loads_that_they_made(models: dict
     ):
         case = Case(batch=requests, per_host=2, layout=layout)
         seconds = prefill_seconds(PLAIN, models[name], case, rows=requests * 4096, step_rows=8192)
-        loads.append(Load(model=models[name], case=case, requests=requests, prompt_len=4096, new_tokens=1, seconds=seconds))
-    assert fit_prompts(replace(PLAIN, prefill_rate=1.0, prefill_fixed=9.0), loads, 8192) == pytest.approx((1e14, 0.01))
+        loads.append(
+            Load(model=models[name], case=case, requests=requests, prompt_len=4096, new_tokens=1, seconds=seconds, step_rows=8192)
+        )
+    assert fit_prompts(replace(PLAIN, prefill_rate=1.0, prefill_fixed=9.0), loads) == pytest.approx((1e14, 0.01))
     with pytest.raises(ValueError, match="do not determine"):
-        fit_prompts(PLAIN, loads[:1], 8192)
+        fit_prompts(PLAIN, loads[:1])
 
 
 def test_loads_are_read_from_what_benchmarks_write(models: dict[str, ModelCosts]) -> None:

@@ -64,17 +64,34 @@ def test_processes_fit_into_a_ranks_share_of_memory() -> None:
     assert [processes_for(64, available, 2) for available in (0, 3 * 2**30, 2**40)] == [1, 3, 8]
 
 
-def test_steps_of_any_size_need_no_other_kernel() -> None:
+def told_by(program: str) -> Any:
+    """What a program of these tests prints: it compiles for a GPU, which the suite's processes cannot."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "tests.unit.engine.ahead_steps"]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", f"tests.unit.engine.{program}"]
     environment |= {"PYTHONPATH": python_path()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    dense, hybrid = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_steps_of_any_size_need_no_other_kernel() -> None:
+    dense, hybrid = told_by("ahead_steps")
     assert dense["new"] == hybrid["new"] == []
     assert set(dense["names"]) > EVERYWHERE
     assert set(hybrid["names"]) > EVERYWHERE | LINEAR | SUMS
     assert dense["numbers"] == hybrid["numbers"] == [], "these are compiled anew for numbers that are multiples of 16"
+
+
+def test_serving_launches_nothing_that_is_not_listed() -> None:
+    """Waves of requests on each rank, where ranks divide heads and where they divide sequences."""
+    found = told_by("ahead_serving")
+    assert len(found) == 8
+    for each in found:
+        about = f"{each['model']}, layout {each['layout']}, rank {each['rank']}"
+        kinds = EVERYWHERE | SUMS | (LINEAR if each["model"] == "qwen3-next-80b-a3b" else set())
+        drawn = {"_sample_kernel", "_pick_kernel"} if each["rank"] == 0 else set()
+        assert set(each["names"]) > kinds | drawn | {"_send_kernel", "_row_kernel"}, about
+        assert each["new"] == [], about
 
 
 JOB = Job(
