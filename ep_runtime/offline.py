@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+import msgspec
 import torch
 
 from ep_runtime.config import RuntimeConfig, localise, resolve
 from ep_runtime.engine.comm import connect_store, open_store
 from ep_runtime.engine.epoch import EpochPlace, open_head, open_worker
 from ep_runtime.engine.head import Head
+from ep_runtime.engine.intake import TAKEN_AT_ONCE
 from ep_runtime.engine.main import collect_garbage, pick_device
 from ep_runtime.engine.port import LocalPort
 from ep_runtime.engine.rank import load_rank
@@ -236,7 +238,8 @@ class LLM:
         pending.reverse()
         try:
             while pending or self._collectors:
-                while pending and len(self._collectors) < self._most_alive:
+                # Before a turn no more than it takes in, so that the first step waits for its own requests alone.
+                for _ in range(min(TAKEN_AT_ONCE, len(pending), self._most_alive - len(self._collectors))):
                     number, sample, sampling = pending.pop()
                     self._submit(outputs[number], groups[number], sample, sampling, seeds[number], shown[number])
                 self.head.turn(idle_wait_s=0.0)
@@ -267,7 +270,7 @@ class LLM:
                 raise ValueError(f"prompt {number} is text, but {self.config.model} has no tokenizer; give token ids")
             ids = self.tokenizer.encode(prompt, add_special_tokens=True)
         else:
-            ids = [int(token) for token in prompt]
+            ids = _plain_ids(prompt)
         if not 0 < len(ids) < self.max_model_len:
             raise ValueError(f"prompt {number} has {len(ids)} tokens; 1 to {self.max_model_len - 1} fit max_model_len")
         return RequestOutput(prompt=prompt if isinstance(prompt, str) else None, prompt_token_ids=ids, outputs=[])
@@ -404,6 +407,14 @@ def _images_of(
     if len(images) != prompts:
         raise ValueError(f"{prompts} prompts, but {len(images)} lists of images")
     return [list(of_one) for of_one in images]  # type: ignore[arg-type]
+
+
+def _plain_ids(prompt: Sequence[int]) -> list[int]:
+    """A prompt of one's own: the fast way is for plain ints, the other for all that is like one."""
+    try:
+        return msgspec.convert(prompt, list[int])
+    except msgspec.ValidationError:
+        return [int(token) for token in prompt]
 
 
 def _is_ids(prompts: object) -> bool:

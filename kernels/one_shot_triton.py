@@ -55,7 +55,6 @@ It bounds tiles of partials, too: all sums of one memory divide rows alike, or a
 PAIRS_PARTS = 2
 """Parts of a tile, one after the other, where choices are summed: their outputs come through the same registers."""
 
-
 TILE_WARPS = 8
 WORD_WARPS = 8
 

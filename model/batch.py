@@ -292,7 +292,7 @@ class _Packed:
     _ALIGN = 16
 
     def __init__(self, device: torch.device | str) -> None:
-        self._device = device
+        self._device = torch.device(device)
         self._arrays: list[Array] = []
         self._views: list[torch.Tensor] = []
 
@@ -315,10 +315,12 @@ class _Packed:
         for array in self._arrays:
             starts.append(end)
             end += -(-array.nbytes // self._ALIGN) * self._ALIGN
-        packed = np.zeros(end, dtype=np.uint8)
+        # From other memory than pinned, a copy of this size would wait for the steps that the device still has.
+        packed = torch.empty(end, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        view = packed.numpy()
         for array, start in zip(self._arrays, starts, strict=True):
-            packed[start : start + array.nbytes] = array.view(np.uint8)
-        data = torch.from_numpy(packed).to(self._device, non_blocking=True)
+            view[start : start + array.nbytes] = array.view(np.uint8)
+        data = packed.to(self._device, non_blocking=True)
         kinds = {8: torch.int64, 4: torch.int32}
         self._views = [
             data[start : start + array.nbytes].view(kinds[array.itemsize])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ep_runtime.engine.broadcast import Broadcaster
 from ep_runtime.engine.busy import BusyTime
+from ep_runtime.engine.intake import Intake
 from ep_runtime.engine.pending import PendingStep
 from ep_runtime.engine.port import FrontendLost, Received, Undecodable
 from ep_runtime.engine.requests import RequestTable
@@ -83,6 +84,7 @@ class Head:
         self._port = port
         self._digest_interval = digest_interval
         self._read_when_ready = read_when_ready
+        self._intake = Intake()
         self._in_flight: deque[PendingStep] = deque()
         self._mask_deadline_s = mask_deadline_s
         self._page = page if page is not None else ProgressPage()
@@ -116,8 +118,8 @@ class Head:
 
     @property
     def idle(self) -> bool:
-        """True when no sequence is alive and no result is unread."""
-        return self._scheduler.idle and not self._in_flight
+        """True when no request waits or is alive and no result is unread."""
+        return self._scheduler.idle and not self._in_flight and not self._intake
 
     @property
     def host_seconds(self) -> float:
@@ -125,7 +127,10 @@ class Head:
         return self._busy.seconds
 
     def turn(self, idle_wait_s: float = IDLE_WAIT_S) -> None:
-        """Receive, read what is ready, launch at most one step; waits only when there is nothing to launch."""
+        """Receive, read what is ready, launch at most one step; waits only when there is nothing to launch.
+
+        Of the requests that have come, a turn takes in a bounded number; while none is alive, no more than fill its step.
+        """
         try:
             self._turn(idle_wait_s)
         except EpDiverged:
@@ -138,9 +143,11 @@ class Head:
             # A frontend that started later learns of this epoch from the repetition.
             self._last_announce = now
             self._announce()
-        self._receive(idle_wait_s if self._resting else 0.0)
+        self._receive(idle_wait_s if self._resting and not self._intake else 0.0)
         while not self._in_flight and self.requests.more_masks_coming(time.monotonic() - MASK_GATHER_S):
             self._receive(MASK_GATHER_S)
+        for message in self._intake.take(None if self.requests else self._scheduler.limits.max_batch_tokens):
+            self._submit(message)
         self._reject_late_masks()
         while self._in_flight and self._read_when_ready and self._in_flight[0].ready():
             self._read()
@@ -188,9 +195,11 @@ class Head:
         self._publish(self._scheduler.drain_updates())
 
     def _accept(self, message: Received) -> None:
+        for submit in self._intake.due_before(message):
+            self._submit(submit)
         match message:
             case Submit():
-                self._submit(message)
+                self._intake.add(message)
             case Abort():
                 self._scheduler.abort(message.request_ids)
             case Mask():

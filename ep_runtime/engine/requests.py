@@ -49,6 +49,9 @@ class RequestTable:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def get(self, request_id: str) -> Request | None:
         """The request, or None when it is over."""
         return self._requests.get(request_id)

@@ -41,10 +41,13 @@ class RecurrentPool:
         return self._states[layer, name]
 
     def zero(self, slot: int) -> None:
-        """A new sequence starts in this slot."""
+        """A new sequence starts in this slot. On a GPU the states of a dtype are zeroed together, by a launch or a few."""
         self._check(slot)
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in self._states.values():
-            tensor[slot].zero_()
+            kinds.setdefault(tensor.dtype, []).append(tensor[slot])
+        for states in kinds.values():
+            torch._foreach_zero_(states)
 
     def copy(self, source: int, target: int) -> None:
         """The target slot becomes a copy of the source."""

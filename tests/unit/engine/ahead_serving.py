@@ -93,7 +93,7 @@ class OneRank:
             output = graphs.forward(inputs, fixed._replace(block_tables=fixed.block_tables.new_empty(rows, graphs._tables.width)))
             graphs._steps.append(CapturedStep(rows=rows, inputs=inputs, fixed=fixed, graph=graph, output=output, collectives=0))
 
-    def run(self, command: Body, seq_id: int, *, tokens: Sequence[int] = (), choose: Any = None, flags: int = 0) -> None:
+    def run(self, command: Body, seq_id: int, *, tokens: Sequence[int] = (), choose: Any = None, flags: int = 0, **_: Any) -> None:
         """As the rank does. On others than rank 0 the head's sampler is given logits, too: it owes the scheduler tokens."""
         if isinstance(command, Shutdown):
             return
@@ -108,6 +108,9 @@ class OneRank:
             wanted = sum(map(count_wanted, command.spans))
             choose(ForwardOutput(logits=torch.empty(wanted, self._vocab_size, device=META)), command)
         self._noted.clear()
+
+    def settle(self) -> None:
+        """Its commands are done."""
 
 
 def room_for_tokens(output: ForwardOutput, command: Forward) -> torch.Tensor:

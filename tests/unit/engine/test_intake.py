@@ -1,0 +1,219 @@
+"""Requests that come all at once: the first step goes out before the last is taken in, and each of them gets its one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_runtime import LLM, SamplingParams
+from ep_runtime.engine.intake import TAKEN_AT_ONCE, Intake
+from ep_runtime.engine.port import FrontendLost, Received, Undecodable
+from protocol import messages
+from protocol.commands import Body, Forward
+from protocol.messages import Abort, Mask, Submit, Takeover
+from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.engine import Driver, head_of
+from tests.support.greedy import Judged, judge_greedy
+from tests.support.rank_context import RankContext
+
+CONTEXT = RankContext(rank=0, world=1, epoch=0, store_port=0, store_fd=None, runtime_dir=Path(), kwargs={})
+SIZES: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue": 300}
+MANY = 100
+
+
+def request(name: str, length: int = 4, generated: int = 0) -> Submit:
+    sampling = messages.SamplingParams(seed=1, max_tokens=4)
+    return Submit(request_id=name, group=name, prompt=[5] * length, sampling=sampling, generated=[6] * generated)
+
+
+def names(submits: list[Submit]) -> list[str]:
+    return [submit.request_id for submit in submits]
+
+
+# What waits
+
+
+def test_taken_in_order_and_at_most_so_many_at_once() -> None:
+    intake = Intake()
+    for number in range(TAKEN_AT_ONCE + 3):
+        intake.add(request(str(number)))
+    assert names(intake.take()) == [str(number) for number in range(TAKEN_AT_ONCE)]
+    assert names(intake.take()) == [str(number) for number in range(TAKEN_AT_ONCE, TAKEN_AT_ONCE + 3)]
+    assert intake.take() == []
+    assert not intake
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(1, 1), (10, 1), (11, 2), (12, 2), (17, 2), (18, 3), (1000, 4)])
+def test_no_more_than_fill_a_step_and_never_none(rows: int, taken: int) -> None:
+    intake = Intake()
+    for number, (length, generated) in enumerate([(10, 0), (4, 3), (100, 0), (1, 0)]):
+        intake.add(request(str(number), length, generated))
+    assert len(intake.take(rows)) == taken
+    assert len(intake) == 4 - taken
+
+
+@pytest.mark.parametrize(
+    ("message", "due"),
+    [
+        (request("1"), False),
+        (Mask(request_id="1", index=1, mask=b""), False),
+        (Abort(["7", "1"]), True),
+        (Abort(["7"]), False),
+        (Undecodable("1", "Abort", "no"), True),
+        (Undecodable("7", "Abort", "no"), False),
+        (FrontendLost(), True),
+        (Takeover(prefix="b"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_may_be_about_a_request_that_waits_comes_behind_it(message: Received, due: bool) -> None:
+    intake = Intake()
+    assert intake.due_before(message) == []
+    for name in ("0", "1", "2"):
+        intake.add(request(name))
+    assert names(intake.due_before(message)) == (["0", "1", "2"] if due else [])
+    assert len(intake) == (0 if due else 3)
+
+
+# The head
+
+
+class Watched:
+    """A head, and before each of its forwards: rows, and how many requests it had taken in."""
+
+    def __init__(self, driver: Driver, folder: Path) -> None:
+        self.driver, self.folder = driver, folder
+        self.forwards: list[tuple[int, int]] = []
+        self._run = driver.broadcaster.run
+        driver.broadcaster.run = self._note  # type: ignore[method-assign]
+
+    def _note(self, command: Body, seq_id: int, **rest: Any) -> None:
+        if isinstance(command, Forward):
+            self.forwards.append((sum(span.length for span in command.spans), len(self.driver.head.requests)))
+        self._run(command, seq_id, **rest)
+
+    def burst(self, count: int, max_tokens: int = 3) -> dict[str, list[int]]:
+        """So many requests at once, of 16 tokens each, and their prompts by name."""
+        prompts = {str(n): [(7 * n + place) % (VOCAB - 3) + 3 for place in range(16)] for n in range(count)}
+        for name, prompt in prompts.items():
+            self.driver.submit(name, prompt, max_tokens=max_tokens)
+        return prompts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("mixtral", "plain", tmp_path_factory.mktemp("intake") / "model")
+
+
+@pytest.fixture
+def head(folder: Path) -> Iterator[Watched]:
+    with head_of(CONTEXT, str(folder), **SIZES) as driver:
+        assert driver is not None
+        yield Watched(driver, folder)
+
+
+def test_the_first_step_goes_out_before_the_others_are_taken_in(head: Watched) -> None:
+    """Four prompts of 16 tokens fill a step of 64: they are computed while 96 others wait, and all are answered, in their order."""
+    started: list[str] = []
+    head.driver.on_update = lambda update: started.append(update.request_id)
+    prompts = head.burst(MANY)
+    head.driver.turn()
+    assert head.forwards == [(64, 4)]
+    head.driver.turn()
+    assert head.forwards[1][1] == 4 + TAKEN_AT_ONCE
+    assert not head.driver.head.idle
+    answers = head.driver.finish()
+    assert list(dict.fromkeys(started)) == list(prompts)
+    judged = Judged()
+    for name, prompt in prompts.items():
+        assert (answers[name].finish, answers[name].terminal_events) == ("length", 1)
+        judge_greedy(head.folder, prompt, answers[name].tokens, judged)
+    assert (judged.tokens, judged.ties) == (3 * MANY, 0)
+
+
+def test_requests_beyond_the_queue_are_told_so_within_a_few_turns(head: Watched) -> None:
+    room = SIZES["max_num_seqs"] + SIZES["max_queue"]
+    head.burst(room + 2, max_tokens=15)
+    for _ in range(1 + -(-room // TAKEN_AT_ONCE)):
+        head.driver.turn()
+    ended = {name: answer.status for name, answer in head.driver.answers.items() if answer.finish is not None}
+    assert ended == {str(room): 429, str(room + 1): 429}
+
+
+def test_a_request_that_waits_is_aborted_like_any_other(head: Watched) -> None:
+    head.burst(MANY)
+    head.driver.send(Abort(["50", "99", "0"]))
+    head.driver.turn()
+    ended = {name: answer.finish for name, answer in head.driver.answers.items() if answer.finish is not None}
+    assert ended == {"50": "abort", "99": "abort", "0": "abort"}
+    answers = head.driver.finish()
+    assert {answer.terminal_events for answer in answers.values()} == {1}
+    assert sum(answer.finish == "length" for answer in answers.values()) == MANY - 3
+
+
+def test_a_lost_frontend_takes_along_what_waits(head: Watched) -> None:
+    head.burst(MANY)
+    head.driver.turn()
+    assert len(head.driver.head.requests) < MANY
+    head.driver.port._inbox.append(FrontendLost())  # type: ignore[arg-type]
+    answers = head.driver.finish()
+    assert {(answer.finish, answer.terminal_events) for answer in answers.values()} == {("abort", 1)}
+    assert not head.driver.head.requests
+
+
+def test_a_burst_that_is_refused_does_not_rest_in_between(head: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn without a step does not wait for messages while requests wait for it."""
+    waits: list[float] = []
+    receive = head.driver.port.receive
+    monkeypatch.setattr(head.driver.port, "receive", lambda wait_s: (waits.append(wait_s), receive(wait_s))[1])
+    for number in range(2 * TAKEN_AT_ONCE + 1):
+        head.driver.submit(str(number), [VOCAB], max_tokens=3)
+    for _ in range(4):
+        head.driver.head.turn(idle_wait_s=0.125)
+    assert waits == [0.0, 0.0, 0.0, 0.125]
+    assert {(answer.status, answer.terminal_events) for answer in head.driver.answers.values()} == {(400, 1)}
+
+
+def test_a_head_that_leaves_answers_what_waits(head: Watched) -> None:
+    head.burst(MANY)
+    head.driver.turn()
+    head.driver.head.shutdown()
+    assert {answer.terminal_events for answer in head.driver.answers.values()} == {1}
+    statuses = [answer.status for answer in head.driver.answers.values()]
+    assert statuses.count(503) >= MANY - 4 - TAKEN_AT_ONCE
+    assert head.driver.head.idle
+
+
+# Offline
+
+
+def test_offline_hands_over_while_steps_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first turn of a call with 200 prompts not all are handed over; outputs are in order, a bad prompt's among them."""
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    prompts = [[(7 * n + place) % (VOCAB - 3) + 3 for place in range(5 + n % 3)] for n in range(200)]
+    prompts[150] = [VOCAB]
+    with LLM(str(folder), **SIZES, device="cpu", threads=1) as llm:
+        handed: list[int] = []
+        turn = llm.head.turn
+        monkeypatch.setattr(llm.head, "turn", lambda idle_wait_s: (handed.append(len(llm._collectors)), turn(idle_wait_s)))
+        outputs = llm.generate(prompts, params)
+    assert handed[0] == TAKEN_AT_ONCE
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    judged = Judged()
+    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        (completion,) = output.outputs
+        assert completion.finish_reason == ("error" if number == 150 else "length")
+        if number != 150:
+            judge_greedy(folder, prompt, completion.token_ids, judged)
+    assert judged.tokens == 3 * 199
+
+
+@pytest.mark.parametrize("make", [tuple, lambda ids: [float(token) for token in ids], lambda ids: [True, *ids[1:]]])
+def test_prompts_of_what_is_like_integers(folder: Path, make: Any) -> None:
+    with LLM(str(folder), **SIZES, device="cpu", threads=1) as llm:
+        (output,) = llm.generate([make([1, 6, 7])], SamplingParams(temperature=0.0, max_tokens=1))
+    assert output.prompt_token_ids == [1, 6, 7]
+    assert {type(token) for token in output.prompt_token_ids} == {int}
