@@ -4,8 +4,8 @@ program takes a few rows of a chunk for one head. The program of a span's first 
 inputs, so that it also writes those to carry on.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# Parameters of kernels are pointers and scalars of the device, which have no Python type.
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, unreachable, var-annotated"
+# Parameters of kernels are pointers and scalars of the device, which have no Python type; their tuples grow as loops are unrolled.
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kernels.delta_plan import DeltaPlan
 from kernels.gated_delta import CHUNK
 from kernels.launch import Launch, bind, next_power_of_2
 
-TILE_ROWS = 16
-"""Rows of a program; the first one of a span holds every row that sees carried inputs."""
+STEPS = 8
+"""Rows that a thread walks down."""
 
 
 def conv_pieces(
@@ -42,13 +42,12 @@ def conv_pieces(
     channels, taps = weight.shape
     key_dim = (channels - value_heads * value_dim) // (2 * key_heads)
     out = torch.empty(projected.shape[0], channels, dtype=projected.dtype, device=projected.device)
-    if taps > TILE_ROWS:
-        raise ValueError(f"a convolution over {taps} rows; at most {TILE_ROWS}")
+    if taps - 1 > STEPS:
+        raise ValueError(f"a convolution over {taps} rows; at most {STEPS + 1}")
     count = plan.chunks.shape[0]
     if count:
         launch = _conv(key_heads, key_dim, value_dim, channels, taps)
-        grid = (2 * key_heads + value_heads, count, CHUNK // TILE_ROWS)
-        launch(grid, projected, conv_state, slots, weight, plan.chunks, out, projected.stride(0))
+        launch((2 * key_heads + value_heads, count, 1), projected, conv_state, slots, weight, plan.chunks, out, projected.stride(0))
     return out
 
 
@@ -61,11 +60,18 @@ def _conv(key_heads: int, key_dim: int, value_dim: int, channels: int, taps: int
         VALUE_DIM=value_dim,
         CHANNELS=channels,
         TAPS=taps,
-        TAPS_POW2=next_power_of_2(taps - 1),
+        TAPS_POW2=next_power_of_2(taps),
         SCALE=key_dim**-0.5,
-        ROWS=TILE_ROWS,
+        ROWS=CHUNK,
+        STEPS=STEPS,
         num_warps=4,
     )
+
+
+@triton.jit
+def _column(tile, places, place):
+    """A column of a tile that a thread holds rows of, as a row."""
+    return tl.sum(tl.where(places == place, tile, 0.0), 1)[None, :]
 
 
 @triton.jit
@@ -86,34 +92,46 @@ def _conv_head(
     TAPS: tl.constexpr,
     TAPS_POW2: tl.constexpr,
     ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    at = tl.arange(0, ROWS)[:, None]
+    """Threads walk down STEPS rows each, with the rows that they last read in registers: a window for each row's sum."""
+    tap = tl.arange(0, TAPS_POW2)[None, :]
+    start = tl.arange(0, ROWS // STEPS)[:, None] * STEPS
     one = channel[None, :]
-    total = tl.zeros([ROWS, channel.shape[0]], tl.float32)
-    for tap in tl.static_range(TAPS):
-        place = before + at - (TAPS - 1 - tap)
-        x = tl.load(
-            projected + (row + at - (TAPS - 1 - tap)) * row_stride + one, mask=(at < rows) & (place >= 0) & (one >= 0), other=0.0
-        ).to(tl.float32)
+    source, to = projected + row * row_stride + start * row_stride + one, out + row * CHANNELS + start * CHANNELS + one
+    read, factors, window = (), (), ()
+    for step in tl.static_range(1 - TAPS, STEPS):
+        at = start + step
+        read += (tl.load(source + step * row_stride, mask=(at < rows) & (before + at >= 0), other=0.0),)
+    # Read as it lies, then a row for each tap: single taps would be read an element at a time.
+    weights = tl.load(weight + channel[:, None] * TAPS + tap, mask=tap < TAPS, other=0.0).to(tl.float32)
+    for place in tl.static_range(TAPS):
+        factors += (_column(weights, tap, place),)
+    for place in tl.static_range(TAPS - 1):
+        x = read[place].to(tl.float32)
         if before == 0:
-            x += tl.load(state + one * (TAPS - 1) + (TAPS - 1) + place, mask=(at < rows) & (place < 0) & (one >= 0), other=0.0).to(
-                tl.float32
-            )
-        total += x * tl.load(weight + one * TAPS + tap).to(tl.float32)
-    total *= tl.sigmoid(total)
-    if UNIT:
-        total *= tl.rsqrt(tl.sum(total * total, 1) + 1e-6)[:, None] * factor
-    tl.store(out + (row + at) * CHANNELS + one, total.to(out.dtype.element_ty), mask=(at < rows) & (one >= 0))
+            carried = tl.load(state + channel[:, None] * (TAPS - 1) + tap, mask=tap < TAPS - 1, other=0.0).to(tl.float32)
+            x = tl.where(start + place < TAPS - 1, _column(carried, tap, place), x)
+        window += (x,)
+    for step in tl.static_range(STEPS):
+        window += (read[TAPS - 1 + step].to(tl.float32),)
+        total = window[step] * factors[0]
+        for place in tl.static_range(1, TAPS):
+            total += window[step + place] * factors[place]
+        total /= 1.0 + tl.exp(-total)
+        if UNIT:
+            total *= tl.rsqrt(tl.sum(total * total, 1) + 1e-6)[:, None] * factor
+        tl.store(to + step * CHANNELS, total.to(out.dtype.element_ty), mask=start + step < rows)
     if before == 0:
         kept = tl.arange(0, TAPS_POW2)[None, :]
         each = channel[:, None]
-        source = span_rows - (TAPS - 1) + kept
-        exists = (kept < TAPS - 1) & (each >= 0)
-        old = tl.load(state + each * (TAPS - 1) + (TAPS - 1) + source, mask=exists & (source < 0), other=0.0)
-        new = tl.load(projected + (row + source) * row_stride + each, mask=exists & (source >= 0), other=0.0)
+        last = span_rows - (TAPS - 1) + kept
+        exists = kept < TAPS - 1
+        old = tl.load(state + each * (TAPS - 1) + (TAPS - 1) + last, mask=exists & (last < 0), other=0.0)
+        new = tl.load(projected + (row + last) * row_stride + each, mask=exists & (last >= 0), other=0.0)
         # Threads may hold copies of one channel: all have read its state before any writes it.
         tl.debug_barrier()
-        tl.store(state + each * (TAPS - 1) + kept, tl.where(source < 0, old, new), mask=exists)
+        tl.store(state + each * (TAPS - 1) + kept, tl.where(last < 0, old, new), mask=exists)
 
 
 @triton.jit
@@ -133,26 +151,24 @@ def _conv_kernel(
     TAPS_POW2: tl.constexpr,
     SCALE: tl.constexpr,
     ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     part = tl.program_id(0)
     entry = chunks + 4 * tl.program_id(1)
-    skipped = tl.program_id(2) * ROWS
-    row = tl.load(entry).to(tl.int64) + skipped
-    before, span_rows, span = tl.load(entry + 1) + skipped, tl.load(entry + 2), tl.load(entry + 3)
+    row, before = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+    span_rows, span = tl.load(entry + 2), tl.load(entry + 3)
     rows = tl.minimum(span_rows - before, ROWS)
-    if rows <= 0:
-        return
     state = conv_state + tl.load(slots + span).to(tl.int64) * (CHANNELS * (TAPS - 1))
     if part < 2 * KEY_HEADS:
         k_channel = part * KEY_DIM + tl.arange(0, KEY_DIM)
         factor = tl.where(part < KEY_HEADS, SCALE, 1.0)
         _conv_head(
             projected, state, weight, out, row, rows, before, span_rows, k_channel, row_stride, factor,
-            True, CHANNELS, TAPS, TAPS_POW2, ROWS,
+            True, CHANNELS, TAPS, TAPS_POW2, ROWS, STEPS,
         )  # fmt: skip
     else:
         v_channel = 2 * KEY_HEADS * KEY_DIM + (part - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)
         _conv_head(
             projected, state, weight, out, row, rows, before, span_rows, v_channel, row_stride, 1.0,
-            False, CHANNELS, TAPS, TAPS_POW2, ROWS,
+            False, CHANNELS, TAPS, TAPS_POW2, ROWS, STEPS,
         )  # fmt: skip

@@ -26,13 +26,24 @@ from kernels.launch import Launch, bind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaChunkConfig:
-    """How the three kernels are scheduled; `tile` columns of a state stay in one program from chunk to chunk."""
+    """How the three kernels are scheduled; `tile` columns of a state stay in one program from chunk to chunk.
+
+    `registers` is the most that a thread of the first kernel has.
+    """
 
     tile: int = 32
     state_warps: int = 4
-    state_stages: int = 2
+    state_stages: int = 3
     chunk_warps: int = 4
+    registers: int | None = None
     output_warps: int = 8
+
+
+def default_chunk_config(value_dim: int, dtype: torch.dtype) -> DeltaChunkConfig:
+    """With 128 x 128 in 16 bits, programs on a multiprocessor: three of the first kernel, two of each other."""
+    if dtype == torch.float32:
+        return DeltaChunkConfig(tile=min(32, value_dim), state_stages=2)
+    return DeltaChunkConfig(tile=min(32, value_dim), registers=168)
 
 
 def delta_pieces(
@@ -59,13 +70,13 @@ def delta_pieces(
     count = plan.chunks.shape[0]
     if count == 0:
         return out
-    config = config or DeltaChunkConfig(tile=min(32, value_dim))
+    config = config or default_chunk_config(value_dim, projected.dtype)
     inputs = conv_pieces(
         projected, conv_state, slots, weights.conv, plan, key_heads=key_heads, value_heads=value_heads, value_dim=value_dim
     )
     seen_keys = torch.empty(rows, value_heads, key_dim, dtype=projected.dtype, device=projected.device)
     new_values = torch.empty(rows, value_heads, value_dim, dtype=projected.dtype, device=projected.device)
-    decay = torch.empty(rows, value_heads, dtype=torch.float32, device=projected.device)
+    decay = torch.empty(count, value_heads, CHUNK, dtype=torch.float32, device=projected.device)
     states = torch.empty(count, value_heads, key_dim, value_dim, dtype=projected.dtype, device=projected.device)
     stride, grid = projected.stride(0), (value_heads, count, 1)
     chunk, state, output = _bound(config, key_heads, value_heads, key_dim, value_dim, projected.dtype)
@@ -93,9 +104,9 @@ def _bound(
     }
     state = {"TILE": config.tile, "num_warps": config.state_warps, "num_stages": config.state_stages}
     return (
-        bind(_chunk_kernel, **shape, num_warps=config.chunk_warps),
+        bind(_chunk_kernel, **shape, num_warps=config.chunk_warps, maxnreg=config.registers),
         bind(_state_kernel, **shape, **state),
-        bind(_output_kernel, **shape, num_warps=config.output_warps),
+        bind(_output_kernel, **shape, PART=min(64, key_dim), num_warps=config.output_warps),
     )
 
 
@@ -119,7 +130,7 @@ def _unit_inverse(lower, ROWS: tl.constexpr, PRECISION: tl.constexpr):
     blocks = tl.sum(tl.where(over == across, tl.reshape(lower, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
     i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     inverse = tl.where(i == j, 1.0, tl.zeros([BLOCKS, 16, 16], tl.float32))
-    for step in range(15):
+    for step in tl.static_range(15):
         factor = tl.sum(tl.where(j == step, blocks, 0.0), 2)
         done = tl.sum(tl.where(i == step, inverse, 0.0), 1)
         inverse -= factor[:, :, None] * done[:, None, :]
@@ -128,8 +139,8 @@ def _unit_inverse(lower, ROWS: tl.constexpr, PRECISION: tl.constexpr):
         # Pairs of 1, 2, 4 .. blocks: the powers of two below the number of blocks.
         if (size & (size - 1)) == 0:
             pair = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
-            below = tl.dot(x, tl.where(pair, lower, 0.0), input_precision=PRECISION)
-            x -= tl.dot(below, x, input_precision=PRECISION)
+            below = tl.dot(x, lower, input_precision=PRECISION)
+            x -= tl.where(pair, tl.dot(below, x, input_precision=PRECISION), 0.0)
     return x
 
 
@@ -152,34 +163,39 @@ def _chunk_kernel(
     PRECISION: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    head = tl.program_id(0)
-    first, rows = _chunk(chunks, tl.program_id(1), ROWS)
+    head, number = tl.program_id(0), tl.program_id(1)
+    first, rows = _chunk(chunks, number, ROWS)
     at = tl.arange(0, ROWS)
     live = at < rows
-    row = first + at
+    down = at[:, None]
     element, column = tl.arange(0, KEY_DIM)[None, :], tl.arange(0, VALUE_DIM)[None, :]
-    k_at = inputs + row[:, None] * CHANNELS + (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + element
-    v_at = inputs + row[:, None] * CHANNELS + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+    inputs += first * CHANNELS
+    k_at = inputs + (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + down * CHANNELS + element
+    v_at = inputs + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + down * CHANNELS + column
     keys = tl.load(k_at, mask=live[:, None], other=0.0)
-    gates = projected + row * row_stride + CHANNELS + VALUE_HEADS * VALUE_DIM + head
-    beta = tl.where(live, tl.sigmoid(tl.load(gates, mask=live, other=0.0).to(tl.float32)), 0.0)
-    step = tl.load(gates + VALUE_HEADS, mask=live, other=0.0).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+    values = tl.load(v_at, mask=live[:, None], other=0.0)
+    # Both gates of a row at once; a sum is not made anew for each way that threads hold beta, as a load would be.
+    gate = tl.arange(0, 2)[None, :]
+    gates_at = projected + first * row_stride + CHANNELS + VALUE_HEADS * VALUE_DIM + head + down * row_stride + gate * VALUE_HEADS
+    gates = tl.load(gates_at, mask=live[:, None], other=0.0).to(tl.float32)
+    beta = tl.sum(tl.where(live[:, None] & (gate == 0), tl.sigmoid(gates), 0.0), 1)
+    step = tl.sum(tl.where(gate == 1, gates, 0.0), 1) + tl.load(dt_bias + head).to(tl.float32)
     softplus = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
     g = tl.where(live, -tl.exp(tl.load(a_log + head).to(tl.float32)) * softplus, 0.0)
     sums = tl.cumsum(g, 0)
-    tl.store(decay + row * VALUE_HEADS + head, sums, mask=live)
+    tl.store(decay + (number.to(tl.int64) * VALUE_HEADS + head) * ROWS + at, sums)
     between = tl.where(at[:, None] > at[None, :], sums[:, None] - sums[None, :], float("-inf"))
     lower = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * beta[:, None] * tl.exp(between)
-    inverse = _unit_inverse(lower, ROWS, PRECISION).to(keys.dtype)
-    values = tl.load(v_at, mask=live[:, None], other=0.0)
-    right = (values.to(tl.float32) * beta[:, None]).to(keys.dtype)
-    solved = tl.dot(inverse, right, input_precision=PRECISION)
-    to = (row[:, None] * VALUE_HEADS + head) * VALUE_DIM + column
-    tl.store(new_values + to, solved.to(keys.dtype), mask=live[:, None])
-    right = (keys.to(tl.float32) * (beta * tl.exp(sums))[:, None]).to(keys.dtype)
-    solved = tl.dot(inverse, right, input_precision=PRECISION)
-    to = (row[:, None] * VALUE_HEADS + head) * KEY_DIM + element
-    tl.store(seen_keys + to, solved.to(keys.dtype), mask=live[:, None])
+    inverse = _unit_inverse(lower, ROWS, PRECISION) * beta[None, :]
+    # Factors of rows of keys and values are factors of the inverse's columns.
+    pair = first * VALUE_HEADS + head
+    solved = tl.dot(inverse.to(values.dtype), values, input_precision=PRECISION)
+    to = new_values + pair * VALUE_DIM + down * (VALUE_HEADS * VALUE_DIM) + column
+    tl.store(to, solved.to(values.dtype), mask=live[:, None])
+    inverse *= tl.exp(sums)[None, :]
+    solved = tl.dot(inverse.to(keys.dtype), keys, input_precision=PRECISION)
+    to = seen_keys + pair * KEY_DIM + down * (VALUE_HEADS * KEY_DIM) + element
+    tl.store(to, solved.to(keys.dtype), mask=live[:, None])
 
 
 @triton.jit
@@ -213,22 +229,27 @@ def _state_kernel(
     state = tl.load(carried)
     dtype: tl.constexpr = states.dtype.element_ty
     k_offset = (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM
+    lane = tl.arange(0, ROWS)[:, None]
+    values_at = new_values + ((first.to(tl.int64) + lane) * VALUE_HEADS + head) * VALUE_DIM + column[None, :]
+    # Asked for a chunk ahead, as the loop's stages ask for the rest.
+    ahead = tl.load(values_at, mask=lane < span_rows, other=0.0)
     for c in range(count):
         rounded = state.to(dtype)
         tl.store(states + (first_chunk + c).to(tl.int64) * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + cell, rounded)
-        live = (c * ROWS + at < span_rows)[:, None]
-        row = first.to(tl.int64) + c * ROWS + at
-        pair = row[:, None] * VALUE_HEADS + head
-        seen = tl.load(seen_keys + pair * KEY_DIM + element[None, :], mask=live, other=0.0)
-        values_at = new_values + pair * VALUE_DIM + column[None, :]
-        values = tl.load(values_at, mask=live, other=0.0).to(tl.float32)
+        done = c * ROWS
+        row = first.to(tl.int64) + done + lane
+        seen = tl.load(seen_keys + (row * VALUE_HEADS + head) * KEY_DIM + element[None, :], mask=done + lane < span_rows, other=0.0)
+        values = ahead.to(tl.float32)
+        ahead_at = values_at + (ROWS * VALUE_HEADS * VALUE_DIM)
+        ahead = tl.load(ahead_at, mask=done + ROWS + lane < span_rows, other=0.0)
         values -= tl.dot(seen, rounded, input_precision=PRECISION)
-        tl.store(values_at, values.to(dtype), mask=live)
-        last = first.to(tl.int64) + tl.minimum((c + 1) * ROWS, span_rows) - 1
-        total = tl.load(decay + last * VALUE_HEADS + head)
-        sums = tl.load(decay + row * VALUE_HEADS + head, mask=c * ROWS + at < span_rows, other=0.0)
-        values *= tl.exp(tl.where(c * ROWS + at < span_rows, total - sums, 0.0))[:, None]
-        keys = tl.load(inputs + row[:, None] * CHANNELS + k_offset + element[None, :], mask=live, other=0.0)
+        tl.store(values_at, values.to(dtype), mask=done + lane < span_rows)
+        values_at = ahead_at
+        # Sums of rows behind the last one are as its own.
+        sums_at = decay + ((first_chunk + c).to(tl.int64) * VALUE_HEADS + head) * ROWS
+        total = tl.load(sums_at + ROWS - 1)
+        values *= tl.exp(total - tl.load(sums_at + at))[:, None]
+        keys = tl.load(inputs + row * CHANNELS + k_offset + element[None, :], mask=done + lane < span_rows, other=0.0)
         state = tl.dot(tl.trans(keys), values.to(dtype), state * tl.exp(total), input_precision=PRECISION)
     tl.store(carried, state)
 
@@ -251,25 +272,37 @@ def _output_kernel(
     VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PART: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     head, number = tl.program_id(0), tl.program_id(1)
     first, rows = _chunk(chunks, number, ROWS)
     at = tl.arange(0, ROWS)
     live = (at < rows)[:, None]
-    row = (first + at)[:, None]
-    element, column = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)[None, :]
+    down = at[:, None]
+    part, column = tl.arange(0, PART), tl.arange(0, VALUE_DIM)[None, :]
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    queries = tl.load(inputs + row * CHANNELS + key_head * KEY_DIM + element[None, :], mask=live, other=0.0)
-    keys = tl.load(inputs + row * CHANNELS + (KEY_HEADS + key_head) * KEY_DIM + element[None, :], mask=live, other=0.0)
-    sums = tl.load(decay + (first + at) * VALUE_HEADS + head, mask=at < rows, other=0.0)
-    cell = (number.to(tl.int64) * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + element[:, None] * VALUE_DIM + column
-    result = tl.dot(queries, tl.load(states + cell), input_precision=PRECISION) * tl.exp(sums)[:, None]
-    between = tl.where(live & (at[:, None] >= at[None, :]), sums[:, None] - sums[None, :], float("-inf"))
-    within = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * tl.exp(between)
-    values = tl.load(new_values + (row * VALUE_HEADS + head) * VALUE_DIM + column, mask=live, other=0.0)
+    pair = number.to(tl.int64) * VALUE_HEADS + head
+    q_at = inputs + first * CHANNELS + key_head * KEY_DIM + down * CHANNELS + part[None, :]
+    state_at = states + pair * (KEY_DIM * VALUE_DIM) + part[:, None] * VALUE_DIM + column
+    sums = tl.load(decay + pair * ROWS + at)
+    new_values += (first * VALUE_HEADS + head) * VALUE_DIM
+    out += (first * VALUE_HEADS + head) * VALUE_DIM
+    along = down * (VALUE_HEADS * VALUE_DIM) + column
+    values_at = new_values + along
+    z_at = projected + first * row_stride + CHANNELS + head * VALUE_DIM + down * row_stride + column
+    values, z = tl.load(values_at, mask=live, other=0.0), tl.load(z_at, mask=live, other=0.0)
+    result, within = tl.zeros([ROWS, VALUE_DIM], tl.float32), tl.zeros([ROWS, ROWS], tl.float32)
+    for element in tl.range(0, KEY_DIM, PART, num_stages=3):
+        queries = tl.load(q_at + element, mask=live, other=0.0)
+        keys = tl.load(q_at + KEY_HEADS * KEY_DIM + element, mask=live, other=0.0)
+        result = tl.dot(queries, tl.load(state_at + element * VALUE_DIM), result, input_precision=PRECISION)
+        within = tl.dot(queries, tl.trans(keys), within, input_precision=PRECISION)
+    result *= tl.exp(sums)[:, None]
+    within *= tl.exp(tl.where(at[:, None] >= at[None, :], sums[:, None] - sums[None, :], float("-inf")))
+    # Put aside only now: all that is read was asked for before.
+    values = tl.where(live, values, 0.0)
     result = tl.dot(within.to(values.dtype), values, result, input_precision=PRECISION)
     result *= tl.rsqrt(tl.sum(result * result, 1) / VALUE_DIM + eps)[:, None] * tl.load(norm + column).to(tl.float32)
-    z = tl.load(projected + row * row_stride + CHANNELS + head * VALUE_DIM + column, mask=live, other=0.0).to(tl.float32)
-    to = row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + column
-    tl.store(out + to, (result * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=live)
+    z = z.to(tl.float32)
+    tl.store(out + along, (result * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=live)

@@ -128,8 +128,8 @@ def delta_bytes(shape: DeltaNetConfig, size: StepSize) -> int:
     matrix = heads * shape.key_dim * shape.value_dim
     projected = channels + values + 2 * heads
     if size.kernels and delta_fits(shape.key_dim, shape.value_dim):
-        row = e * (projected + channels + keys + 2 * values) + 2 * FLOAT * (heads + values)
-        return size.rows * row + (size.rows // CHUNK + size.slots) * matrix * e
+        row = e * (projected + channels + keys + 2 * values) + FLOAT * (heads + 2 * values)
+        return size.rows * row + (size.rows // CHUNK + size.slots) * (matrix * e + CHUNK * heads * FLOAT)
     heads_row = FLOAT * (2 * keys + values + 4 * shape.key_width)
     piece = e * 3 * channels + heads_row + FLOAT * (8 * keys + 7 * values + 5 * CHUNK * heads)
     single = e * channels * (3 * shape.kernel + 2) + heads_row + 3 * FLOAT * (matrix + values)

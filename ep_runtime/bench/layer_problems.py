@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.causal_conv import conv_piece, conv_step
-from kernels.delta_chunk_triton import DeltaChunkConfig, delta_pieces
+from kernels.delta_chunk_triton import default_chunk_config, delta_pieces
 from kernels.delta_decode_triton import DeltaDecodeConfig, DeltaWeights, delta_decode
 from kernels.delta_plan import delta_plan
 from kernels.gated_delta import delta_chunks, delta_gate, delta_inputs, delta_step
@@ -406,10 +406,10 @@ class Delta(Problem):
             sizes = ((4, 0, 240), (4, 32, 240), (4, 32, None), (8, 16, 128))
             configs = [DeltaDecodeConfig(warps=warps, columns=columns, registers=most) for warps, columns, most in sizes]
             return [(config, pdl) for config in configs for pdl in (False, True)]
-        default = DeltaChunkConfig()
-        states = [(16, 4, 3), (32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 8, 2), (32, 8, 3)]
-        found_chunks = [DeltaChunkConfig(tile=tile, state_warps=warps, state_stages=stages) for tile, warps, stages in states]
-        return [default, *found_chunks, DeltaChunkConfig(chunk_warps=8), DeltaChunkConfig(output_warps=4)]
+        default = default_chunk_config(DIM, self.projected.dtype)
+        states = [(16, 4, 3), (32, 4, 2), (32, 4, 4), (64, 4, 2), (64, 8, 2), (32, 8, 3)]
+        found_chunks = [replace(default, tile=tile, state_warps=warps, state_stages=stages) for tile, warps, stages in states]
+        return [default, *found_chunks, replace(default, registers=None), replace(default, output_warps=4)]
 
     def run(self, config: Any, number: int) -> Tensors:
         """Outputs and both pools."""

@@ -17,6 +17,7 @@ from kernels.paged_decode_triton import DecodeConfig, paged_decode
 from kernels.paged_prefill_triton import default_prefill_config, paged_prefill, prefill_tiles
 from kernels.paged_step_triton import StepConfig, attention_step
 from kernels.rms_norm_triton import add_norm_rows, norm_rows
+from model.batch import ForwardBatch
 from tests.unit.kernels.attention_cases import BLOCK, PagedCase
 from tests.unit.kernels.delta_cases import DeltaCase
 from tests.unit.kernels.step_cases import StepCase
@@ -207,3 +208,23 @@ def test_delta_with_dependent_launches() -> None:
     steps(True)
     assert torch.equal(steps(False), graphed(lambda: steps(True)))
     assert not turns.any()
+
+
+def test_a_batch_goes_to_a_device_that_is_busy() -> None:
+    """Making the largest batch does not wait for what the device was given before: else it would idle until the batch is there."""
+
+    def make() -> ForwardBatch:
+        rows = torch.zeros(8192, dtype=torch.int64, device="cuda")
+        tables = [list(range(64 * span, 64 * span + 64)) for span in range(8)]
+        lengths, spans = [1024] * 8, range(8)
+        given = {"block_tables": tables, "kv_write_from": [0] * 8, "wanted_rows": [8191], "token_ids": rows}
+        return ForwardBatch.from_spans(query_lens=lengths, seq_lens=lengths, slots=spans, block_size=16, device="cuda", **given)
+
+    expected = torch.arange(8192)
+    assert torch.equal(make().kv_places.cpu(), expected)  # the first one also takes the memory
+    passed = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    passed.record()
+    batch = make()
+    assert not passed.query()
+    assert torch.equal(batch.kv_places.cpu(), expected)

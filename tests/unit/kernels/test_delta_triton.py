@@ -76,6 +76,7 @@ def test_decode(
         ([63, 1, 2, 130], 1, 3, 16, 32, 4, 16, torch.float32),
         ([65, 64], 2, 2, 32, 16, 2, 16, torch.float16),
         ([2, 128, 5], 1, 2, 16, 16, 3, 16, torch.float32),
+        ([7, 70, 9], 1, 1, 16, 16, 9, 16, torch.float32),
     ],
     ids=str,
 )
@@ -112,3 +113,11 @@ def test_pieces(
         assert torch.equal(conv[slot], case.conv[slot])
         assert torch.equal(h[slot], case.h[slot])
     assert bool((out[-3:] == 7.0).all())
+
+
+def test_a_convolution_over_more_rows_is_refused() -> None:
+    case = DeltaCase(1, 1, 16, 16, 10, slots=1, dtype=torch.float32)
+    weights = DeltaWeights(case.weight, case.a_log, case.dt_bias, case.norm, 1e-3)
+    plan = delta_plan(np.array([0, 2]), range(1), "cpu")
+    with pytest.raises(ValueError, match="at most 9"):
+        delta_pieces(case.projection(2), case.conv, case.h, torch.zeros(1, dtype=torch.int32), weights, plan, key_heads=1)
