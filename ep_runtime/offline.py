@@ -178,6 +178,7 @@ class LLM:
             port=self._port,
             epoch=0,
             digest_interval=config.digest_interval,
+            check_epoch=broadcaster.check,
             encoder=image_encoder(rank, self._epoch.executor),
         )
         warming = time.perf_counter()

@@ -19,13 +19,14 @@ The head writes words again when every peer has told that it has read the last o
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.best_triton import BEST_ROWS, BEST_WORDS, await_told, tell
-from kernels.launch import cdiv
+from kernels.launch import Launch, bind, cdiv
 from kernels.one_shot_words_triton import look
 from kernels.peer_memory import PROGRAMS, SIGNAL_LINE, PeerMemory
 
@@ -104,7 +105,8 @@ def send_tokens(memory: PeerMemory, tokens: torch.Tensor, slots: torch.Tensor, l
     if count > SENT_TOKENS:
         raise ValueError(f"{count} tokens; at most {SENT_TOKENS} go at once")
     if count:
-        _send_kernel[(1,)](
+        _send(memory.rank, memory.world, memory.words_at, memory.waiting.spins)(
+            (1, 1, 1),
             tokens,
             slots,
             last_tokens,
@@ -114,14 +116,21 @@ def send_tokens(memory: PeerMemory, tokens: torch.Tensor, slots: torch.Tensor, l
             memory.abort,
             count,
             tokens.stride(0),
-            RANK=memory.rank,
-            WORLD=memory.world,
-            WORDS_AT=memory.words_at + memory.world * BEST_ROWS * BEST_WORDS,
-            TOLD_AT=(PROGRAMS - 1) * SIGNAL_LINE,
-            SPINS=memory.waiting.spins,
-            BLOCK=SENT_TOKENS,
-            num_warps=4,
         )
+
+
+@cache
+def _send(rank: int, world: int, words_at: int, spins: int) -> Launch:
+    return bind(
+        _send_kernel,
+        RANK=rank,
+        WORLD=world,
+        WORDS_AT=words_at + world * BEST_ROWS * BEST_WORDS,
+        TOLD_AT=(PROGRAMS - 1) * SIGNAL_LINE,
+        SPINS=spins,
+        BLOCK=SENT_TOKENS,
+        num_warps=4,
+    )
 
 
 @triton.jit

@@ -151,7 +151,7 @@ def _check_spans(command: Forward, version: int) -> int:
         raise EpFrameCorrupt(f"slot {slot} is named twice in {command.cmd.name}")
     if version == 1 and spans[0].slot != 0:
         raise EpFrameCorrupt(f"slot is {spans[0].slot}, version 1 has slot 0 alone")
-    one_row, given = isinstance(command, Decode), isinstance(command, PrefillChunk)
+    one_row, given, last = isinstance(command, Decode), isinstance(command, PrefillChunk), Wanted.LAST
     due = 0
     for span in spans:
         due += span.length - span.fed
@@ -159,7 +159,7 @@ def _check_spans(command: Forward, version: int) -> int:
             raise EpFrameCorrupt(f"length is {span.length} for slot {span.slot}, a DECODE span has one row")
         if given and span.fed:
             raise EpFrameCorrupt(f"fed is true for slot {span.slot}, the tokens of a PREFILL_CHUNK are given")
-        if span.wanted is not Wanted.LAST:
+        if span.wanted is not last:
             _check_wanted(span)
     return due
 

@@ -63,6 +63,11 @@ class HeadLinks:
         """Ranks, the head included."""
         return len(self._channels) + 1
 
+    @property
+    def answered(self) -> bool:
+        """Whether every worker's next ack has been read by a `check` or a `send`, so that `collect` waits for none."""
+        return all(len(channel.buffer) >= ACK_SIZE for channel in self._channels)
+
     def check(self) -> None:
         """Without waiting: raise `EpPeerGone` if a worker's stream has ended, `EpEpochClosed` if the epoch has.
 

@@ -77,6 +77,7 @@ def _prepare_forward(command: Forward, slots: SlotTable, limits: SlotLimits) -> 
     name = command.cmd.name
     size = limits.block_size
     rows = 0
+    most, active = limits.max_slots, SlotStatus.ACTIVE
     named: set[int] = set()
     given: set[int] = set()
     for span in command.spans:
@@ -84,7 +85,9 @@ def _prepare_forward(command: Forward, slots: SlotTable, limits: SlotLimits) -> 
         if slot in named:
             raise EpCommandFailed(f"{name}: slot {slot} is named twice")
         named.add(slot)
-        state = _active(name, slot, slots, limits)
+        state = slots[slot] if 0 <= slot < most else None
+        if state is None or state.status is not active:
+            state = _active(name, slot, slots, limits)
         if span.start != state.length:
             raise EpDiverged(f"{name}: slot {slot} starts at {span.start}, its length is {state.length}")
         end = span.start + length

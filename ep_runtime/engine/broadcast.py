@@ -42,6 +42,7 @@ class Broadcaster:
         self.step = 0
         self.slots = slots
         self.last_steps = [0] * executor.comm.world
+        self._unjudged: tuple[Ack, float] | None = None
         self._executor = executor
         self._links = links
         self._epoch = epoch
@@ -58,9 +59,11 @@ class Broadcaster:
         choose: Choose | None = None,
         flags: int = 0,
         deadline_s: float | None = None,
+        later: bool = False,
     ) -> None:
         """Run one command on all ranks; returns when each has launched it. `deadline_s` is for commands with their own.
 
+        With `later` it returns as soon as this rank has launched it, if it has: the other ranks' outcomes are left to `settle`.
         The rows of a VISION have been offered to the executor before; whatever happens, none are on offer afterwards.
 
         Raises:
@@ -68,11 +71,28 @@ class Broadcaster:
             EpLinkLost: the epoch is over. It names rank, step, command and phase; its cause is what was raised here, if anything.
         """
         try:
-            self._run(command, seq_id, tokens, choose or _never, flags, self._deadline_s if deadline_s is None else deadline_s)
+            self.settle()
+            deadline_s = self._deadline_s if deadline_s is None else deadline_s
+            self._run(command, seq_id, tokens, choose or _never, flags, deadline_s, later)
         finally:
             self._executor.release()
 
-    def _run(self, command: Body, seq_id: int, tokens: Sequence[int], choose: Choose, flags: int, deadline_s: float) -> None:
+    def settle(self) -> None:
+        """Judge the last command's outcomes, waiting for the other ranks', if `run` has left that: before its results are used.
+
+        This rank has launched it, so it cannot have failed alike on every rank. Raises EpLinkLost as `run`.
+        """
+        if self._unjudged is None:
+            return
+        (own, deadline), self._unjudged = self._unjudged, None
+        try:
+            self._judge(own, None, deadline)
+        except EpLinkLost as lost:
+            raise located(lost, 0, self._page) from (lost.__cause__ or lost)
+
+    def _run(
+        self, command: Body, seq_id: int, tokens: Sequence[int], choose: Choose, flags: int, deadline_s: float, later: bool
+    ) -> None:
         self._executor.check_offer(command)
         array = np.asarray(tokens, dtype=np.int32)
         data, frame = compose(command, seq_id, array, epoch=self._epoch, step=self.step, version=self._version, flags=flags)
@@ -85,28 +105,39 @@ class Broadcaster:
                 self._page.enter(Phase.ACKNOWLEDGING)
                 self._links.collect(step, deadline, leaving=True)
             else:
-                self._run_everywhere(frame, choose, deadline)
+                self._run_everywhere(frame, choose, deadline, later)
         except EpLinkLost as lost:
             raise located(lost, 0, self._page) from (lost.__cause__ or lost)
 
-    def _run_everywhere(self, frame: Frame, choose: Choose, deadline: float) -> None:
-        """Run what has been sent on this rank, too, and judge the outcomes of all."""
+    def _run_everywhere(self, frame: Frame, choose: Choose, deadline: float, later: bool) -> None:
+        """Run what has been sent on this rank, too, and judge the outcomes of all, or leave that for `later`."""
         step = frame.preamble.step
         own, error = run_command(
             self._executor, frame, self.slots, choose, lambda ballot: self._count_votes(ballot, step, deadline), self._page
         )
+        if later and error is None:
+            self._unjudged = own, deadline
+        else:
+            self._judge(own, error, deadline)
+
+    def _judge(self, own: Ack, error: Exception | None, deadline: float) -> None:
         failed_at = time.monotonic() if own.failed else None
         self._page.enter(Phase.ACKNOWLEDGING)
         try:
-            acks = [own, *self._links.collect(step, deadline, failed_at=failed_at)]
+            acks = [own, *self._links.collect(own.step, deadline, failed_at=failed_at)]
             self.last_steps = [ack.step for ack in acks]
             raise_outcome(judge(acks))
         except EpError as outcome:
             raise outcome from error
 
     def check(self) -> None:
-        """Without waiting: raise `EpLinkLost` if a worker is gone or the epoch is over. For waits inside a command."""
+        """Without waiting: raise `EpLinkLost` if a worker is gone, the epoch is over, or the last command's outcomes say so.
+
+        For waits between commands.
+        """
         self._links.check()
+        if self._unjudged is not None and self._links.answered:
+            self.settle()
 
     def _count_votes(self, ballot: Ack, step: int, deadline: float) -> bool:
         outcome = judge_votes([ballot, *self._links.collect(step, deadline, vote=True)])

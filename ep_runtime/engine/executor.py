@@ -16,7 +16,7 @@ import torch
 
 from ep_runtime.engine.block_tables import BlockTables
 from ep_runtime.engine.digest import StateDigest, log_slots, read_sums
-from ep_runtime.engine.graphs import DecodeGraphs
+from ep_runtime.engine.graphs import DecodeGraphs, columns_of
 from ep_runtime.engine.own_rows import all_own, batch_of, idle_but_own, own_rows
 from ep_runtime.engine.staging import upload
 from ep_runtime.engine.vision.forward import batch_positions, inserted_rows, placeholder_fault
@@ -244,7 +244,8 @@ class Executor:
     def _replay(self, command: Forward, tokens: np.ndarray, slots: SlotTable, images: bool) -> ForwardOutput | None:
         """A step of single rows that all want logits, from its graph; None when it is another kind of step, or has no graph."""
         spans = command.spans
-        if self._graphs is None or not all(span.length == 1 and span.wanted is Wanted.LAST for span in spans):
+        last = Wanted.LAST
+        if self._graphs is None or not all(span.length == 1 and span.wanted is last for span in spans):
             return None
         step = self._graphs.bucket(len(spans))
         if step is None:
@@ -253,19 +254,10 @@ class Executor:
             return None  # a row of a prompt, whose input or position is an image's
         if slots.looped and any(_active(slots, span.slot).loops is not None for span in spans):
             return None  # how many loops a row runs may not be known before it runs
-        given = iter(tokens.tolist())
-        size = self.limits.block_size
-        shifts = self.rows.shifts
-        columns = (
-            [0 if span.fed else next(given) for span in spans],
-            [span.slot if span.fed else -1 for span in spans],
-            [span.start + shifts[span.slot] for span in spans],
-            [span.slot for span in spans],
-            [span.start + 1 for span in spans],
-            [_active(slots, s.slot).blocks[s.start // size] * size + s.start % size for s in spans],
-        )
+        shifts = () if self._vision is None else self.rows.shifts
+        columns = columns_of(spans, tokens, slots, shifts, self.limits.block_size)
         if self.limits.owners > 1:
-            columns = (*columns[:3], *idle_but_own([self._kept(span.slot) for span in spans], *columns[4:]))
+            idle_but_own(columns, [self._kept(span.slot) for span in spans])
         output = self._graphs.run(step, columns)
         if self.limits.owners > 1:
             output.slots = None  # those of the columns have this rank's numbers

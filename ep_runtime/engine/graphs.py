@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +21,14 @@ from ep_runtime.engine.block_tables import BlockTables
 from model.base import Communicator, Model
 from model.batch import ForwardBatch, ForwardOutput, HostBatch
 from model.state.registry import StateRegistry
+from protocol.commands import Span
+from protocol.slots import SlotTable
 
 log = logging.getLogger(__name__)
 
 FIELDS = ("given", "fed", "position", "slot", "length", "place")
 IDLE = {"given": 0, "fed": -1, "position": 0, "slot": -1, "length": 0, "place": -1}
+_IDLE_ROW = np.array([[IDLE[name]] for name in FIELDS], np.int64)
 
 
 class FixedRows(NamedTuple):
@@ -58,6 +61,22 @@ class CapturedStep:
     graph: torch.cuda.CUDAGraph
     output: ForwardOutput
     collectives: int
+    first: dict[int, ForwardOutput] = field(default_factory=dict)
+    """By number of rows, what it leaves for the first ones: views, made once."""
+
+    def upto(self, count: int) -> ForwardOutput:
+        """What a replay leaves for the first `count` rows."""
+        if count not in self.first:
+            left = self.output
+            self.first[count] = ForwardOutput(
+                logits=None if left.logits is None else left.logits[:count],
+                left=None if left.left is None else left.left.upto(count),
+                slots=self.inputs[FIELDS.index("slot"), :count],
+                routing=None if left.routing is None else left.routing[:, :count],
+                inputs=None if left.inputs is None else left.inputs[:count],
+                outputs=None if left.outputs is None else left.outputs[:count],
+            )
+        return self.first[count]
 
 
 class DecodeGraphs:
@@ -100,27 +119,19 @@ class DecodeGraphs:
         index = bisect_left(self._steps, rows, key=lambda step: step.rows)
         return self._steps[index] if index < len(self._steps) else None
 
-    def run(self, step: CapturedStep, columns: Sequence[Sequence[int]]) -> ForwardOutput:
-        """Replay with `columns`, one list a field of FIELDS, all of one length; what is left of these rows."""
-        count = len(columns[0])
+    def run(self, step: CapturedStep, columns: np.ndarray) -> ForwardOutput:
+        """Replay with `columns [6, rows]` int64, as FIELDS; what is left of these rows."""
+        count = columns.shape[1]
         host = torch.empty(len(FIELDS), step.rows, dtype=torch.int64, pin_memory=True)
         view = host.numpy()
-        for index, (name, values) in enumerate(zip(FIELDS, columns, strict=True)):
-            view[index, :count] = values
-            view[index, count:] = IDLE[name]
+        view[:, :count] = columns
+        if count < step.rows:
+            view[:, count:] = _IDLE_ROW
         self._tables.flush()
         step.inputs.copy_(host, non_blocking=True)
         step.graph.replay()
         self._comm.launched += step.collectives
-        left = step.output
-        return ForwardOutput(
-            logits=None if left.logits is None else left.logits[:count],
-            left=None if left.left is None else left.left.upto(count),
-            slots=step.inputs[FIELDS.index("slot"), :count],
-            routing=None if left.routing is None else left.routing[:, :count],
-            inputs=None if left.inputs is None else left.inputs[:count],
-            outputs=None if left.outputs is None else left.outputs[:count],
-        )
+        return step.upto(count)
 
     def close(self) -> None:
         """Drop the graphs and their memory."""
@@ -178,6 +189,33 @@ class DecodeGraphs:
             routing=True,
         )
         return self._model.forward(batch, self._state, self._comm)
+
+
+def columns_of(spans: Sequence[Span], tokens: np.ndarray, slots: SlotTable, shifts: Sequence[int], block_size: int) -> np.ndarray:
+    """`[6, rows]` int64, as FIELDS, of spans of one row each. `tokens` are those of rows that are not fed.
+
+    `shifts`, by slot, are what images add to positions; none for a model that takes no images.
+    """
+    numbers = [span.slot for span in spans]
+    starts = [span.start for span in spans]
+    tables = [slots[number].blocks for number in numbers]  # type: ignore[union-attr]
+    columns = np.empty((len(FIELDS), len(spans)), np.int64)
+    given, fed, position, slot, length, place = columns
+    position[:] = starts
+    slot[:] = numbers
+    place[:] = [blocks[start // block_size] for blocks, start in zip(tables, starts, strict=True)]
+    place *= block_size
+    place += position % block_size
+    np.add(position, 1, out=length)
+    given[:] = 0
+    fed[:] = slot
+    if len(tokens):
+        is_given = [not span.fed for span in spans]
+        given[is_given] = tokens
+        fed[is_given] = IDLE["fed"]
+    if any(shifts):
+        position += [shifts[number] for number in numbers]
+    return columns
 
 
 def captured_everywhere(captured: Sequence[bool], comm: Communicator, device: torch.device) -> list[bool]:

@@ -382,7 +382,7 @@ class Head:
         flags = RECORD_ROUTING if digest_due else 0
         sampling = StepSampling(plan, self._sampler, self.requests)
         try:
-            self._broadcaster.run(command, BATCH, tokens=plan.tokens, choose=sampling.choose, flags=flags)
+            self._broadcaster.run(command, BATCH, tokens=plan.tokens, choose=sampling.choose, flags=flags, later=not plan.alone)
         except EpCommandFailed as error:
             log.warning("step failed on every rank and is recomputed: %s", error)
             self._publish(self._scheduler.fail(plan, str(error)))
@@ -409,6 +409,8 @@ class Head:
     def _read(self) -> None:
         pending = self._in_flight[0]
         self._await(pending.ready)
+        if len(self._in_flight) == 1:
+            self._broadcaster.settle()  # of earlier steps it was done before the next one was sent
         self._in_flight.popleft()
         result, failures = pending.read()
         for request_id, message in failures:

@@ -76,12 +76,10 @@ def all_own(batch: ForwardBatch) -> ForwardBatch:
     return replace(batch, own=OwnRows(rows=torch.arange(batch.num_rows, device=batch.token_ids.device), batch=batch))
 
 
-def idle_but_own(
-    kept: Sequence[int | None], lengths: Sequence[int], places: Sequence[int]
-) -> tuple[list[int], list[int], list[int]]:
-    """The slots, lengths and places of a captured step's rows: those of sequences that are kept elsewhere are idle rows."""
-    return (
-        [-1 if slot is None else slot for slot in kept],
-        [0 if slot is None else length for slot, length in zip(kept, lengths, strict=True)],
-        [-1 if slot is None else place for slot, place in zip(kept, places, strict=True)],
-    )
+def idle_but_own(columns: np.ndarray, kept: Sequence[int | None]) -> None:
+    """The slots, lengths and places of a captured step's columns become this rank's: rows that are kept elsewhere are idle."""
+    slot, length, place = columns[3:]
+    slot[:] = [-1 if number is None else number for number in kept]
+    elsewhere = slot < 0
+    length[elsewhere] = 0
+    place[elsewhere] = -1

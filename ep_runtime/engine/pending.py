@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from msgspec.structs import replace
 
-from ep_runtime.engine.sampler import RowStatus, unpack
+from ep_runtime.engine.sampler import RowStatus
 from ep_runtime.engine.sampling.logprobs import LogprobRows, unpack_logprobs
 from ep_runtime.scheduler.core import Plan, SpanResult, StepResult
 
@@ -21,15 +22,20 @@ FAULTS = {
 NOTHING = SpanResult()
 
 
-@dataclass(slots=True)
-class RowToSample:
-    """One token to sample: row `logit_row` of the forward's wanted rows, for generated index `index` of a request."""
+class RowsToSample(NamedTuple):
+    """The tokens to sample, a column each: of span `spans[i]`, from row `logit_rows[i]` of the forward's wanted rows.
 
-    span: int
-    slot: int
-    request_id: str
-    logit_row: int
-    index: int
+    `indices` are the tokens' generated indices in their requests.
+    """
+
+    spans: list[int]
+    slots: list[int]
+    request_ids: list[str]
+    logit_rows: list[int]
+    indices: list[int]
+
+
+NO_ROWS = RowsToSample([], [], [], [], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class PendingStep:
         self,
         plan: Plan,
         sampled: Sampled | None = None,
-        rows: tuple[RowToSample, ...] = (),
+        rows: RowsToSample = NO_ROWS,
         prompt_rows: tuple[PromptRows, ...] = (),
         depths: tuple[int, ...] | None = None,
     ) -> None:
@@ -80,16 +86,30 @@ class PendingStep:
 
     def read(self) -> tuple[StepResult, list[tuple[str, str]]]:
         """The step's results, and the requests that must fail, each with a message (no usable token). Only when `ready`."""
-        sampled = unpack(self._sampled) if self._sampled is not None else []
         results = [NOTHING] * len(self.plan.spans)
-        failures = []
-        for row, result in zip(self._rows, sampled, strict=True):
-            logprobs = None if result.logprobs is None else [result.logprobs]
-            depth = 0 if self._depths is None else self._depths[row.span]
-            results[row.span] = SpanResult(result.token, logprobs, depth=depth)
-            if result.status is not RowStatus.OK:
-                failures.append((row.request_id, FAULTS[result.status].format(index=row.index)))
+        failures: list[tuple[str, str]] = []
+        if self._sampled is not None:
+            failures = self._read_sampled(self._sampled, results)
         for prompt in self._prompt_rows:
             values = unpack_logprobs(prompt.rows, [prompt.count] * len(prompt.rows.ids))
-            results[prompt.span] = results[prompt.span]._replace(prompt_start=prompt.start, prompt_logprobs=values)
+            results[prompt.span] = replace(results[prompt.span], prompt_start=prompt.start, prompt_logprobs=values)
         return StepResult(plan=self.plan, spans=tuple(results)), failures
+
+    def _read_sampled(self, sampled: Sampled, results: list[SpanResult]) -> list[tuple[str, str]]:
+        """Put each sampled row's result in its span's place; the failures."""
+        rows, depths = self._rows, self._depths
+        for number, token in zip(rows.spans, sampled.tokens.tolist(), strict=True):
+            results[number] = SpanResult(token)
+        if depths is not None:
+            for number in rows.spans:
+                results[number] = replace(results[number], depth=depths[number])
+        if sampled.logprobs is not None:
+            found = unpack_logprobs(sampled.logprobs, sampled.logprob_counts)
+            for row, entry in zip(sampled.logprob_rows, found, strict=True):
+                number = rows.spans[row]
+                results[number] = replace(results[number], logprobs=[entry])
+        statuses = sampled.status.tolist()
+        if not any(statuses):
+            return []
+        outcomes = zip(rows.request_ids, rows.indices, statuses, strict=True)
+        return [(name, FAULTS[RowStatus(status)].format(index=index)) for name, index, status in outcomes if status]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -95,6 +95,8 @@ class RequestTable:
 
     def expect_mask(self, request_id: str, now: float) -> None:
         """A token of the request went out: if it has a grammar, its next mask is due from now on."""
+        if not self._constrained:
+            return
         request = self._requests.get(request_id)
         if request is not None and request.sampling.grammar:
             self._due.pop(request_id, None)
@@ -109,6 +111,12 @@ class RequestTable:
     def more_masks_coming(self, after: float) -> bool:
         """True when every live request has a grammar, a mask came `after` this moment, and others are awaited."""
         return self._last_mask > after and bool(self._due) and self._constrained == len(self._requests)
+
+    def take_masks(self, request_ids: Sequence[str], indices: Sequence[int]) -> list[bytes | None]:
+        """The masks of one step's tokens; see `take_mask`."""
+        if not self._constrained:
+            return [None] * len(indices)
+        return [self.take_mask(request_id, index) for request_id, index in zip(request_ids, indices, strict=True)]
 
     def take_mask(self, request_id: str, index: int) -> bytes | None:
         """The mask of one token; None for a request without a grammar, or one that is over.

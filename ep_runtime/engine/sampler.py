@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ep_runtime.engine.sampling import edits, filters
 from ep_runtime.engine.sampling.checks import sampling_fault
-from ep_runtime.engine.sampling.logprobs import LogprobRows, logprob_rows, unpack_logprobs
+from ep_runtime.engine.sampling.logprobs import LogprobRows, logprob_rows
 from ep_runtime.engine.sampling.penalties import PenaltyPool
 from ep_runtime.engine.sampling.plan import (
     EDITS,
@@ -32,7 +32,7 @@ from ep_runtime.engine.sampling.plan import (
 from ep_runtime.engine.sampling.random import log_exponential, token_words
 from ep_runtime.engine.staging import download, upload
 from model.scratch import SAMPLED_AT_ONCE
-from protocol.messages import SamplingParams, TokenLogprobs
+from protocol.messages import SamplingParams
 
 if TYPE_CHECKING:
     from ep_runtime.engine.sampling.fused import FusedDraw
@@ -50,9 +50,6 @@ class RowStatus(IntEnum):
     """Mask, bias and min_tokens together leave no token; the token is 0."""
     NOT_FINITE = 2
     """The logits hold NaN or +inf; the token is 0."""
-
-
-_STATUSES = tuple(RowStatus)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,23 +77,6 @@ class Sampled:
             logprob_rows=self.logprob_rows,
             logprob_counts=self.logprob_counts,
         )
-
-
-class SampledRow(NamedTuple):
-    """One row's result on the host."""
-
-    token: int
-    status: RowStatus
-    logprobs: TokenLogprobs | None
-
-
-def unpack(host: Sampled) -> list[SampledRow]:
-    """One result a row, from a `Sampled` whose copy to the host is done."""
-    logprobs: dict[int, TokenLogprobs] = {}
-    if host.logprobs is not None:
-        logprobs = dict(zip(host.logprob_rows, unpack_logprobs(host.logprobs, host.logprob_counts), strict=True))
-    pairs = zip(host.tokens.tolist(), host.status.tolist(), strict=True)
-    return [SampledRow(token, _STATUSES[status], logprobs.get(row)) for row, (token, status) in enumerate(pairs)]
 
 
 class Sampler:

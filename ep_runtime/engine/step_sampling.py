@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ep_runtime.engine.pending import PendingStep, PromptRows, RowToSample
+from ep_runtime.engine.pending import PendingStep, PromptRows, RowsToSample
 from ep_runtime.engine.sampler import pick_rows
 from ep_runtime.engine.staging import upload
 from protocol.commands import Forward, Span, Wanted
@@ -41,17 +41,17 @@ class StepSampling:
         assert logits is not None, "the head's forward returns logits"
         ends = wanted_ends(self._plan.spans)
         prompt_rows = self._prompt_logprobs(logits, ends)
-        rows = sampled_rows(self._plan, ends, self._prompt_lengths())
-        if not rows:
+        rows = sampled_rows(self._plan, ends)
+        if not rows.spans:
             self._results = partial(PendingStep, self._plan, prompt_rows=prompt_rows)
             return torch.empty(0, dtype=torch.int64, device=logits.device)
         picked = logits
-        if len(rows) < len(logits):
-            (chosen,) = upload([np.array([row.logit_row for row in rows], np.int64)], logits.device)
+        if len(rows.spans) < len(logits):
+            (chosen,) = upload([np.array(rows.logit_rows, np.int64)], logits.device)
             picked = pick_rows(logits, chosen)
-        masks = [self._requests.take_mask(r.request_id, r.index) for r in rows]
-        sampled = self._sampler.sample(picked, [r.slot for r in rows], [r.index for r in rows], masks)
-        self._results = partial(PendingStep, self._plan, sampled, tuple(rows), prompt_rows, output.depths)
+        masks = self._requests.take_masks(rows.request_ids, rows.indices)
+        sampled = self._sampler.sample(picked, rows.slots, rows.indices, masks)
+        self._results = partial(PendingStep, self._plan, sampled, rows, prompt_rows, output.depths)
         return sampled.tokens
 
     def pending(self) -> PendingStep:
@@ -62,11 +62,6 @@ class StepSampling:
         pending = self._results()
         pending.mark(self._sampler.device)
         return pending
-
-    def _prompt_lengths(self) -> list[int]:
-        """Prompt length of each span's request; one that is over has its row sampled and discarded, at any index."""
-        requests = (self._requests.get(owner) for owner in self._plan.owners)
-        return [len(r.prompt) if r is not None else 0 for r in requests]
 
     def _prompt_logprobs(self, logits: torch.Tensor | LeftLogits, ends: list[int]) -> tuple[PromptRows, ...]:
         found = []
@@ -103,13 +98,17 @@ def count_wanted(span: Span) -> int:
 
 def wanted_ends(spans: Sequence[Span]) -> list[int]:
     """For each span, the index behind its last row among the forward's wanted rows."""
-    return list(accumulate(map(count_wanted, spans)))
+    last = Wanted.LAST
+    return list(accumulate([1 if span.wanted is last else count_wanted(span) for span in spans]))
 
 
-def sampled_rows(plan: Plan, ends: list[int], prompt_lengths: list[int]) -> list[RowToSample]:
+def sampled_rows(plan: Plan, ends: list[int]) -> RowsToSample:
     """The rows to sample, in span order: each sampled span's last wanted row."""
-    return [
-        RowToSample(number, span.slot, owner, end - 1, max(0, span.start + span.length - prompt_length))
-        for number, (span, owner, end, prompt_length) in enumerate(zip(plan.spans, plan.owners, ends, prompt_lengths, strict=True))
-        if span.sampled
-    ]
+    numbers = [number for number, span in enumerate(plan.spans) if span.sampled]
+    return RowsToSample(
+        spans=numbers,
+        slots=[span.slot for span in plan.spans if span.sampled],
+        request_ids=[plan.owners[number] for number in numbers],
+        logit_rows=[ends[number] - 1 for number in numbers],
+        indices=[plan.indices[number] for number in numbers],
+    )

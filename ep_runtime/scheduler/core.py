@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+import msgspec
+
 from protocol.commands import Loops, Span
 from protocol.messages import SamplingParams
 
@@ -199,8 +201,9 @@ class SlotAlloc:
 class Plan:
     """One step: FREEs, then ALLOCs, then one forward over `spans` (may be empty when only slots move).
 
-    `tokens` are the given tokens of the spans, concatenated in span order. `owners[i]` is the request of span i. `alone`: the only
-    span is of a suspect, which is in no batch with others.
+    `tokens` are the given tokens of the spans, concatenated in span order. `owners[i]` is the request of span i, `indices[i]` the
+    generated index of the token that it samples, if it does. `alone`: the only span is of a suspect, which is in no batch with
+    others.
     """
 
     frees: tuple[int, ...]
@@ -208,10 +211,11 @@ class Plan:
     spans: tuple[Span, ...]
     tokens: tuple[int, ...]
     owners: tuple[str, ...]
+    indices: tuple[int, ...]
     alone: bool = False
 
 
-class SpanResult(NamedTuple):
+class SpanResult(msgspec.Struct, frozen=True):
     """What the device gave for one span: the sampled token, if the span sampled one, with its logprobs, and prompt logprobs.
 
     `depth` is how many loops its row ran, for a sampled span of a sequence with several; 0 for a prompt's.

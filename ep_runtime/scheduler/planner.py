@@ -16,7 +16,7 @@ class Draft:
     `encoded` has the digests of the images whose rows are here.
     """
 
-    __slots__ = ("admitted", "allocs", "encoded", "room", "score_room", "sequences", "spans", "tokens")
+    __slots__ = ("admitted", "allocs", "encoded", "indices", "room", "score_room", "sequences", "spans", "tokens")
 
     def __init__(self, room: int, score_room: int, encoded: Container[bytes]) -> None:
         self.room = room
@@ -24,6 +24,7 @@ class Draft:
         self.encoded = encoded
         self.spans: list[Span] = []
         self.sequences: list[Sequence] = []
+        self.indices: list[int] = []
         self.tokens: list[int] = []
         self.allocs: list[SlotAlloc] = []
         self.admitted: list[Sequence] = []
@@ -57,6 +58,7 @@ class Planner:
             spans=tuple(draft.spans),
             tokens=tuple(draft.tokens),
             owners=tuple([seq.request_id for seq in draft.sequences]),
+            indices=tuple(draft.indices),
             alone=solo,
         )
         return StepRecord(number=self._numbers, plan=plan, sequences=tuple(draft.sequences), admitted=tuple(draft.admitted))
@@ -86,11 +88,12 @@ class Planner:
 
         The list loses preempted sequences while it is walked: only from behind the current one.
         """
-        add_span, add_sequence = draft.spans.append, draft.sequences.append
+        add_span, add_sequence, add_index = draft.spans.append, draft.sequences.append, draft.indices.append
         last = Wanted.LAST
         for seq in decoding:
             start = seq.planned
-            if start >= seq.row_limit or start - seq.prompt_len >= seq.mask_index:
+            index = start + 1 - seq.prompt_len
+            if start >= seq.row_limit or index > seq.mask_index:
                 continue
             new_blocks = []
             if start >= seq.capacity:
@@ -100,6 +103,7 @@ class Planner:
                 new_blocks.append(block)
             add_span(Span(seq.slot, start, 1, True, True, last, new_blocks))  # type: ignore[arg-type]
             add_sequence(seq)
+            add_index(index)
             seq.planned = start + 1
             seq.in_flight += 1
             draft.room -= 1
@@ -150,6 +154,7 @@ class Planner:
         depth = seq.replayed_depth(start)
         draft.spans.append(Span(seq.slot, start, end - start, False, sampled, wanted, new_blocks, depth))  # type: ignore[arg-type]
         draft.sequences.append(seq)
+        draft.indices.append(max(0, end - seq.prompt_len))
         draft.tokens += seq.tokens[start:end]
         draft.room -= end - start
         if scores:

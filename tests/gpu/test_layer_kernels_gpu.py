@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels.delta_chunk_triton import delta_pieces
-from kernels.delta_decode_triton import DeltaWeights, delta_decode
+from kernels.delta_decode_triton import MANY_ENTRIES, DeltaWeights, default_delta_decode_config, delta_decode
 from kernels.delta_plan import delta_plan
 from kernels.paged_decode_triton import DecodeConfig, paged_decode
 from kernels.paged_prefill_triton import default_prefill_config, paged_prefill, prefill_tiles
@@ -147,10 +147,11 @@ def test_prefill(heads: int, kv_heads: int, head_dim: int, window: int | None, g
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1], [63, 1, 130]], ids=str)
+@pytest.mark.parametrize("entries", [1, MANY_ENTRIES])
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_delta(counts: list[int], size: int, dtype: torch.dtype) -> None:
-    """Steps and pieces, states in float32."""
+def test_delta(counts: list[int], entries: int, size: int, dtype: torch.dtype) -> None:
+    """Steps, as configured for so many entries, and pieces; states in float32."""
     case = DeltaCase(4, 8, size, size, 4, slots=4, dtype=dtype, device="cuda")
     starts = np.cumsum([0, *counts])
     projected = case.projection(int(starts[-1]))
@@ -159,7 +160,8 @@ def test_delta(counts: list[int], size: int, dtype: torch.dtype) -> None:
     weights = DeltaWeights(case.weight, case.a_log, case.dt_bias, case.norm, 1e-6)
     if max(counts) == 1:
         turns = torch.zeros(12, dtype=torch.int32, device="cuda")
-        out = delta_decode(projected, conv, h, slots, weights, turns, key_heads=4)
+        config = default_delta_decode_config(size, size, entries)
+        out = delta_decode(projected, conv, h, slots, weights, turns, key_heads=4, config=config)
     else:
         out = delta_pieces(projected, conv, h, slots, weights, delta_plan(starts, range(3), "cuda"), key_heads=4)
     for number, slot in enumerate(slots.tolist()):

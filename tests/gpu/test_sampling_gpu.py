@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_runtime.engine.sampler import Sampler, unpack
+from ep_runtime.engine.sampler import Sampler
 from kernels.sampling_triton import sample_rows
 from protocol.messages import SamplingParams
-from tests.support.sampling_rows import TABLE, columns, make_rows, possible_tokens
+from tests.support.sampling_rows import TABLE, columns, make_rows, possible_tokens, unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from ep_runtime.engine.sampler import RowStatus, Sampled
+from ep_runtime.engine.sampling.logprobs import unpack_logprobs
 from ep_runtime.engine.sampling.random import row_keys
+from protocol.messages import TokenLogprobs
 
 ROUNDING = 3e-6
 """Of exp, relative, and of log: cuts and winners that are this close may go either way."""
@@ -115,3 +119,20 @@ def columns(table: list[Filters], seeds: list[int], vocab: int, device: str) -> 
         torch.tensor([row.top_k if 0 < row.top_k < vocab else vocab for row in table], device=device),
         column([row.top_p if row.top_p < 1.0 else math.inf for row in table], torch.float64),
     ]
+
+
+class SampledRow(NamedTuple):
+    """One row's result."""
+
+    token: int
+    status: RowStatus
+    logprobs: TokenLogprobs | None
+
+
+def unpack(host: Sampled) -> list[SampledRow]:
+    """One result a row, from a `Sampled` whose copy to the host is done."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    if host.logprobs is not None:
+        logprobs = dict(zip(host.logprob_rows, unpack_logprobs(host.logprobs, host.logprob_counts), strict=True))
+    pairs = zip(host.tokens.tolist(), host.status.tolist(), strict=True)
+    return [SampledRow(token, RowStatus(status), logprobs.get(row)) for row, (token, status) in enumerate(pairs)]

@@ -74,7 +74,7 @@ def slot_params(params: SamplingParams, eos_token_ids: Sequence[int], penalty_ro
 
 def row_kind(slot: SlotParams, index: int, mask: bytes | None) -> Kind:
     """The stages that a row needs at generated index `index`: a mask and min_tokens change logits, too."""
-    if slot.kind is Kind.ARGMAX and (mask is not None or index < slot.params.min_tokens):
+    if (mask is not None or index < slot.params.min_tokens) and slot.kind is Kind.ARGMAX:
         return Kind.PLAIN
     return slot.kind
 
@@ -100,6 +100,8 @@ def group_rows(kinds: Sequence[Kind], one_by_one: bool, at_once: int) -> list[tu
     """Row places by kind, in a fixed order, at most `at_once` together; with `one_by_one` all but ARGMAX rows are alone."""
     groups: list[tuple[Kind, tuple[int, ...]]] = []
     for kind in Kind:
+        if kind not in kinds:
+            continue
         members = tuple([row for row, its in enumerate(kinds) if its is kind])
         most = 1 if one_by_one and kind != Kind.ARGMAX else at_once
         groups.extend((kind, members[start : start + most]) for start in range(0, len(members), most))

@@ -29,7 +29,7 @@ def span(start: int, length: int, sampled: bool) -> Span:
 
 
 def plan(*spans: Span) -> Plan:
-    return Plan(frees=(), allocs=(), spans=spans, tokens=(), owners=())
+    return Plan(frees=(), allocs=(), spans=spans, tokens=(), owners=(), indices=())
 
 
 def model(**changes: float) -> FloorModel:

@@ -162,7 +162,10 @@ def test_three_part_positions_go_with_their_rows() -> None:
 
 
 def test_rows_of_others_are_idle_in_a_captured_step() -> None:
-    assert idle_but_own([None, 1, 0, None], [5, 6, 7, 8], [50, 60, 70, 80]) == ([-1, 1, 0, -1], [0, 6, 7, 0], [-1, 60, 70, -1])
+    rows = [[9] * 4, [-1] * 4, [4, 5, 6, 7], [0, 3, 1, 2], [5, 6, 7, 8], [50, 60, 70, 80]]
+    columns = np.array(rows, np.int64)
+    idle_but_own(columns, [None, 1, 0, None])
+    assert columns.tolist() == [*rows[:3], [-1, 1, 0, -1], [0, 6, 7, 0], [-1, 60, 70, -1]]
 
 
 def test_a_captured_step_has_its_own_block_tables_and_feeds_every_slot() -> None:

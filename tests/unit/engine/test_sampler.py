@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from ep_runtime.engine.sampler import RowStatus, Sampler, unpack
+from ep_runtime.engine.sampler import RowStatus, Sampler
 from ep_runtime.engine.sampling.edits import mask_words
 from protocol.messages import SamplingParams
 from tests.support.sampling_reference import bitmask, edited_logits
+from tests.support.sampling_rows import unpack
 
 VOCAB = 70
 EOS = (3, 41)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from ep_runtime.engine.sampler import Sampler, unpack
+from ep_runtime.engine.sampler import Sampler
 from ep_runtime.engine.sampling.random import hash_bits, row_keys, token_words
 from protocol.messages import SamplingParams
 from tests.support.cuda import nothing_may_synchronise
 from tests.support.sampling_reference import bitmask
+from tests.support.sampling_rows import unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

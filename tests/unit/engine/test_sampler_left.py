@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from ep_runtime.engine.sampler import Sampler, unpack
+from ep_runtime.engine.sampler import Sampler
 from kernels.best_triton import best_rows
 from kernels.shards_triton import LeftLogits
 from protocol.messages import SamplingParams
 from tests.support.sampling_reference import bitmask
+from tests.support.sampling_rows import unpack
 
 VOCAB = 2500
 KINDS = [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 3}, {"top_p": 0.8, "logprobs": 0}, {"top_k": 5}]

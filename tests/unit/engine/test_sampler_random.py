@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ep_runtime.engine.sampler import Sampler, unpack
+from ep_runtime.engine.sampler import Sampler
 from ep_runtime.engine.sampling.filters import candidates, drop_below_min_p, rank_and_cut
 from ep_runtime.engine.sampling.random import hash_bits, log_exponential, mix64, row_keys, token_words
 from protocol.messages import SamplingParams
@@ -20,6 +20,7 @@ from tests.support.sampling_reference import (
     kept_tokens,
     probabilities,
 )
+from tests.support.sampling_rows import unpack
 
 
 def make_params(seed: int = 1, **fields: object) -> SamplingParams:

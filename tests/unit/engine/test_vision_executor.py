@@ -442,12 +442,12 @@ class Graphs:
     """Stands for captured steps of up to four rows; keeps the columns of its replays."""
 
     def __init__(self) -> None:
-        self.columns: list[list[list[int]]] = []
+        self.columns: list[np.ndarray] = []
 
     def bucket(self, rows: int) -> str | None:
         return "step" if rows <= 4 else None
 
-    def run(self, step: str, columns: list[list[int]]) -> ForwardOutput:
+    def run(self, step: str, columns: np.ndarray) -> ForwardOutput:
         self.columns.append(columns)
         return ForwardOutput(logits=torch.zeros(len(columns[0]), VOCAB))
 
@@ -463,7 +463,7 @@ def test_graphs_get_shifted_positions_and_no_row_of_an_image() -> None:
     assert batch.inserted is not None
     assert batch.inserted.rows.tolist() == [0]
     rank.forward([rank.span(0, 1, fed=True), rank.span(1, 1, fed=True)], [])
-    ((given, fed, position, slot, length, place),) = graphs.columns
+    ((given, fed, position, slot, length, place),) = [columns.tolist() for columns in graphs.columns]
     assert (given, fed, slot, length) == ([0, 0], [0, 1], [0, 1], [9, 4])
     assert position == [positions_of(9, [A])[0, 8], 3]
     assert [number % SIZE for number in place] == [0, 3]

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from ep_runtime.engine.sampler import Sampler, unpack
+from ep_runtime.engine.sampler import Sampler
 from kernels.best_triton import best_rows
 from kernels.sampling_triton import sample_rows
 from kernels.shards_triton import LeftLogits
 from protocol.messages import SamplingParams
 from tests.support.sampling_reference import bitmask
-from tests.support.sampling_rows import TABLE, columns, make_rows, possible_tokens
+from tests.support.sampling_rows import TABLE, columns, make_rows, possible_tokens, unpack
 
 SHAPES = [(7, kind, 2, cap) for kind in ("grid", "equal", "single") for cap in (64, 4)]
 SHAPES += [(777, kind, 128, 1024) for kind in ("normal", "peaked", "masked")]

@@ -161,11 +161,13 @@ class FakeDevice:
         named = [span.slot for span in plan.spans]
         assert len(set(named)) == len(named), "a slot is named twice"
         assert sum(span.length for span in plan.spans) <= self.max_rows, "the token budget is exceeded"
-        assert len(plan.owners) == len(plan.spans)
+        assert len(plan.owners) == len(plan.spans) == len(plan.indices)
         slots = [self.slots[slot] for slot in named]
         for slot, owner in zip(slots, plan.owners, strict=True):
             assert slot is not None, "a span names an EMPTY slot"
             assert slot.request_id == owner
+        for span, owner, index in zip(plan.spans, plan.owners, plan.indices, strict=True):
+            assert not span.sampled or len(self.messages[owner].prompt) + index == span.start + span.length
         flaked = bool(slots) and self.exits.random() < self.flaky
         if any(slot.poisoned for slot in slots) or self.evil.intersection(plan.owners) or flaked:
             for slot in slots:
