@@ -1,5 +1,5 @@
-"""`python -m ep_runtime.bench NAME`: decode, prefill, throughput, serve, startup, collectives, scale, tune, control, cost, plot,
-demo, recovery or vision.
+"""`python -m ep_runtime.bench NAME`: decode, prefill, throughput, serve, startup, collectives, scale, share, tune, control, cost,
+plot, demo, recovery or vision.
 
 The first three also run under torchrun, with any ranks; `collectives` runs under torchrun alone.
 """
@@ -20,6 +20,7 @@ from ep_runtime.bench import (
     recovery,
     scale,
     serve,
+    share,
     startup,
     throughput,
     tune,
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         "startup": (startup.__doc__, startup.add_arguments, startup.run),
         "collectives": (collectives.__doc__, collectives.add_arguments, collectives.run),
         "scale": (scale.__doc__, scale.add_arguments, scale.run),
+        "share": (share.__doc__, share.add_arguments, share.run),
         "control": (control.__doc__, control.add_arguments, control.run),
         "cost": (cost_doc.__doc__, cost_doc.add_arguments, cost_doc.run),
         "plot": ("draw a result that was written before", plots.add_arguments, plots.run),

@@ -61,7 +61,8 @@ class Links:
 class Machine:
     """A kind of device, and how its like are linked. `bandwidth` is of its memory, bytes per second.
 
-    `prefill_rate` is operations per second of prompt rows; `prefill_fixed` seconds of each step with them.
+    `prefill_rate` is operations per second of prompt rows; `prefill_fixed` seconds of each step with them, `prefill_delta` of each
+    row in each Gated DeltaNet layer, whose states are carried along a prompt for as long on few heads as on many.
     """
 
     device: str
@@ -70,6 +71,7 @@ class Machine:
     links: Links
     prefill_rate: float
     prefill_fixed: float
+    prefill_delta: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +110,8 @@ class Case:
     """What runs: `batch` sequences of `context` positions, on `hosts` hosts of `per_host` ranks.
 
     `by_host`: a collective over several hosts first sums inside each, and each of its GPUs exchanges a share of the rows. `graph`:
-    steps are CUDA graphs.
+    steps are CUDA graphs. `hits` are the experts of a layer that the rank's rows choose; None: those of the busier rank. `alone`: a
+    rank without the others, whose collectives take no time.
     """
 
     batch: int
@@ -118,6 +121,8 @@ class Case:
     layout: str = "replicated"
     by_host: bool = False
     graph: bool = True
+    hits: float | None = None
+    alone: bool = False
 
     @property
     def world(self) -> int:
@@ -159,7 +164,7 @@ def rank_bytes(model: ModelCosts, case: Case) -> StepBytes:
         expert=model.expert, head=Parallel(0, world).vocab_shard(model.config.vocab_size) * row, dense=model.dense
     )
     placement = ExpertPlacement.build(model.spec.num_experts, world)
-    parts = step_bytes(weights, model.spec, placement, model.dtype, batch=case.batch, context=case.context)
+    parts = step_bytes(weights, model.spec, placement, model.dtype, batch=case.batch, context=case.context, hits=case.hits)
     if case.layout == "tensor":
         kv_heads = min(cache.kv_heads for cache in model.spec.caches)
         dense = model.every_rank + (model.dense - model.every_rank) // world
@@ -204,7 +209,7 @@ def decode_step(machine: Machine, model: ModelCosts, case: Case) -> StepCost:
     if case.batch > PAIRED_ROWS:
         fixed += fitted.grouping * len(model.spec.moe_layers)
     part = case.batch * model.config.hidden_size * model.element
-    count = collectives(model, case.layout, case.world)
+    count = 0 if case.alone else collectives(model, case.layout, case.world)
     return StepCost(
         floor=rank_bytes(model, case).milliseconds(machine.bandwidth),
         layers=fixed / 1e3,
@@ -228,8 +233,10 @@ def prefill_seconds(machine: Machine, model: ModelCosts, case: Case, *, rows: in
     part = rows * model.config.hidden_size * model.element
     # The latency is part of `prefill_fixed`; the bytes are not.
     moved = (case.per_host - 1) * part / machine.links.inside + (case.hosts - 1) * part / machine.links.between
-    sums = collectives(model, case.layout, case.world) * moved
-    return steps * machine.prefill_fixed + rows * prefill_flops(model, case.layout, case.world) / machine.prefill_rate + sums
+    sums = 0.0 if case.alone else collectives(model, case.layout, case.world) * moved
+    a_row = prefill_flops(model, case.layout, case.world) / machine.prefill_rate
+    a_row += model.layers(LayerKind.LINEAR) * machine.prefill_delta
+    return steps * machine.prefill_fixed + rows * a_row + sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,24 +257,24 @@ class Load:
         return self.requests * self.prompt_len
 
 
-def fit_prompts(machine: Machine, loads: Sequence[Load]) -> tuple[float, float]:
-    """`prefill_rate` and `prefill_fixed` that fit loads of one new token best, by least squares of relative errors.
+def fit_prompts(machine: Machine, loads: Sequence[Load]) -> Machine:
+    """The machine with the constants of prompts that fit loads of one new token best, by least squares of relative errors.
 
     Raises ValueError when they do not determine them.
     """
-    none = replace(machine, prefill_rate=math.inf, prefill_fixed=0.0)
-    one = replace(none, prefill_rate=1.0)
+    none = replace(machine, prefill_rate=math.inf, prefill_fixed=0.0, prefill_delta=0.0)
+    each = [none, replace(none, prefill_rate=1.0), replace(none, prefill_fixed=1.0), replace(none, prefill_delta=1.0)]
     known = [
-        [prefill_seconds(each, load.model, load.case, rows=load.rows, step_rows=load.step_rows) for each in (none, one)]
-        for load in loads
+        [prefill_seconds(one, load.model, load.case, rows=load.rows, step_rows=load.step_rows) for one in each] for load in loads
     ]
+    sums, *parts = np.array(known).T
     seconds = np.array([load.seconds for load in loads])
-    sums, operations = np.array(known).T
-    matrix = np.stack([operations - sums, [-(-load.rows // load.step_rows) for load in loads]], axis=1)
-    (inverse, fixed), _, rank, _ = np.linalg.lstsq(matrix / seconds[:, None], 1 - sums / seconds, rcond=None)
-    if rank < matrix.shape[1] or min(inverse, fixed) < 0:
-        raise ValueError(f"{len(loads)} loads do not determine the constants of prompts: rank {rank}, {inverse}, {fixed}")
-    return float(1 / inverse), float(fixed)
+    matrix = np.stack([part - sums for part in parts], axis=1)
+    found, _, rank, _ = np.linalg.lstsq(matrix / seconds[:, None], 1 - sums / seconds, rcond=None)
+    if rank < len(found) or found.min() < 0:
+        raise ValueError(f"{len(loads)} loads do not determine the constants of prompts: rank {rank}, {found.tolist()}")
+    inverse, fixed, delta = (float(value) for value in found)
+    return replace(machine, prefill_rate=1 / inverse, prefill_fixed=fixed, prefill_delta=delta)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,8 +18,8 @@ def refit(machine: Machine, records: Sequence[Record]) -> Fitted:
     return fit(machine, [record.step for record in records if record.steady])
 
 
-def refit_prompts(machine: Machine, loads: Sequence[Load]) -> tuple[float, float]:
-    """The two constants of prompts, from all loads of one new token."""
+def refit_prompts(machine: Machine, loads: Sequence[Load]) -> Machine:
+    """The machine with the constants of prompts from all loads of one new token."""
     return fit_prompts(machine, [load for load in loads if load.new_tokens == 1])
 
 

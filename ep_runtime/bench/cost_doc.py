@@ -23,8 +23,11 @@ from ep_runtime.bench.cost_models import (
     read_results,
     save_machine,
 )
+from ep_runtime.bench.cost_shares import MACHINE, check_shares, share_loads
 
-MACHINE = "nvidia_h200"
+SHARES = "h200-share"
+"""The recorded result of `bench share`."""
+
 RANKS = (1, 2, 4, 8)
 BATCHES = (1, 32, 256)
 HOSTS = (1, 2, 4, 8)
@@ -48,8 +51,8 @@ def run(options: argparse.Namespace) -> None:
     models = known_models()
     machine = load_machine(MACHINE)
     if options.fit:
-        rate, fixed = refit_prompts(machine, read_loads(results, models))
-        machine = replace(machine, fitted=refit(machine, read_records(results, models)), prefill_rate=rate, prefill_fixed=fixed)
+        machine = replace(machine, fitted=refit(machine, read_records(results, models)))
+        machine = refit_prompts(machine, [*read_loads(results, models), *share_loads(models, results[SHARES])])
         save_machine(machine, MACHINES / f"{MACHINE}.json")
         machine = load_machine(MACHINE)
     made = tables(machine, models, results)
@@ -76,6 +79,7 @@ def tables(machine: Machine, models: Mapping[str, ModelCosts], results: Mapping[
         "check": check_table(machine, models, results),
         "loads": loads_table(machine, models, results),
         "ranks": ranks_table(machine, models),
+        "shares": shares_table(machine, models, results[SHARES]),
         "hosts": hosts_table(machine, models),
         "control": control_table(results["cpu-control"]),
     }
@@ -95,8 +99,9 @@ def constants_table(machine: Machine) -> str:
             f"{links.reduction:.1f} µs",
             "a sum of one row in a graph, 2.9 µs, less 1.5 of the norm in it",
         ),
-        ("prompt rows", f"{machine.prefill_rate / 1e12:.0f} TFLOP/s", "fitted to the prefill rows"),
+        ("prompt rows", f"{machine.prefill_rate / 1e12:.0f} TFLOP/s", "fitted to the prefill rows, and to one rank's part of them"),
         ("a step with prompt rows", f"{machine.prefill_fixed * 1e3:.0f} ms", "likewise"),
+        ("a prompt row in a Gated DeltaNet layer", f"{machine.prefill_delta * 1e9:.0f} ns", "likewise; on any number of ranks"),
         ("into a GPU from its host's others", f"{links.inside / 1e9:.0f} GB/s", "NCCL, 2 GPUs, 32 MB: 142 µs"),
         ("a layer's launches in an eager step", f"{links.launch:.0f} µs", "15 ms of host time, 48 layers"),
         ("a collective, each rank beyond two", f"{links.peer:.1f} µs", "**assumed**"),
@@ -136,6 +141,23 @@ def loads_table(machine: Machine, models: Mapping[str, ModelCosts], results: Map
         cells = (row["what"], f"{row['measured_s']:.3g}", f"{row['predicted_s']:.3g}", _percent(row["off"]))
         lines.append((row["model"], row["layout"], str(row["ranks"]), *cells))
     return _markdown(("model", "layout", "GPUs", "load", "measured s", "predicted s", "off"), lines)
+
+
+def shares_table(machine: Machine, models: Mapping[str, ModelCosts], result: Mapping[str, Any]) -> str:
+    """Steps of one rank of several beside what the model says of them; a last line has the largest errors."""
+    rows = check_shares(machine, models, result)
+    steps = list(dict.fromkeys(row["what"] for row in rows))
+    loads = list(dict.fromkeys((row["model"], row["layout"], row["ranks"]) for row in rows))
+    cells = {
+        (row["model"], row["layout"], row["ranks"], row["what"]): (
+            f"{row['measured_ms']:.2f} / {row['predicted_ms']:.2f} ({_percent(row['off'])})"
+        )
+        for row in rows
+    }
+    lines = [(*map(str, load), *(cells.get((*load, step), "-") for step in steps)) for load in loads]
+    worst_by = {kind: max(abs(row["off"]) for row in rows if row["what"].startswith(kind)) for kind in ("decode", "prompts")}
+    ends = f"\nLargest error of a decode step: {worst_by['decode']:.1%}; of a step of prompts: {worst_by['prompts']:.1%}.\n"
+    return _markdown(("model", "layout", "ranks", *steps), lines) + ends
 
 
 def ranks_table(machine: Machine, models: Mapping[str, ModelCosts]) -> str:

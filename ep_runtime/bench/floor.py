@@ -50,15 +50,24 @@ def weight_bytes(config: FamilyConfig, parallel: Parallel, placement: ExpertPlac
 
 
 def step_bytes(
-    weights: WeightBytes, spec: ModelSpec, placement: ExpertPlacement, dtype: str, *, batch: int, context: int, owners: int = 1
+    weights: WeightBytes,
+    spec: ModelSpec,
+    placement: ExpertPlacement,
+    dtype: str,
+    *,
+    batch: int,
+    context: int,
+    owners: int = 1,
+    hits: float | None = None,
 ) -> StepBytes:
-    """For `batch` sequences of `context` positions each, routing uniform.
+    """For `batch` sequences of `context` positions each, routing uniform, unless it is given how many experts of a layer it hits.
 
     The layout of attention is in `weights` and `spec`, which have a rank's part of what is divided, and in the number of `owners`
     that divide the sequences.
     """
     positions = sum(min(context, c.window or context) * c.block_elements(1) for c in spec.caches)
-    hits = busier_hits(placement, spec.experts_per_token, batch) if spec.moe_layers else 0.0
+    if hits is None:
+        hits = busier_hits(placement, spec.experts_per_token, batch) if spec.moe_layers else 0.0
     state = bytes_per_slot(spec, dtype) if weights.state is None else weights.state
     own = -(-batch // owners)
     return StepBytes(

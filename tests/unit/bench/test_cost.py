@@ -27,8 +27,9 @@ from ep_runtime.bench.cost import (
     rank_bytes,
 )
 from ep_runtime.bench.cost_check import WITHIN, check, refit, refit_prompts, worst
-from ep_runtime.bench.cost_doc import MACHINE, filled, tables
+from ep_runtime.bench.cost_doc import SHARES, filled, tables
 from ep_runtime.bench.cost_models import known_models, load_machine, read_loads, read_records, read_results, save_machine
+from ep_runtime.bench.cost_shares import MACHINE, check_shares, share_loads
 from ep_runtime.config import ATTENTION_LAYOUTS
 from model.spec import LayerKind
 
@@ -40,6 +41,7 @@ PLAIN = Machine(
     links=Links(inside=1e11, reduction=8.0, peer=2.0, between=1e10, network=30.0, launch=100.0),
     prefill_rate=1e14,
     prefill_fixed=0.01,
+    prefill_delta=1e-8,
 )
 
 
@@ -103,6 +105,9 @@ def test_prompts(models: dict[str, ModelCosts]) -> None:
     assert prefill_flops(model, "tensor", 4) * 4 == pytest.approx(prefill_flops(model, "replicated", 1), rel=0.05)
     alone = prefill_seconds(PLAIN, model, Case(batch=1), rows=9000, step_rows=8192)
     assert alone == pytest.approx(2 * 0.01 + 9000 * prefill_flops(model, "replicated", 1) / 1e14)
+    hybrid = models["qwen3.5-35b-a3b"]
+    one = prefill_seconds(PLAIN, hybrid, Case(batch=1, per_host=8, alone=True), rows=100, step_rows=8192)
+    assert one == pytest.approx(0.01 + 100 * (prefill_flops(hybrid, "replicated", 8) / 1e14 + 30 * 1e-8))
     two = prefill_seconds(PLAIN, model, Case(batch=1, per_host=2), rows=100, step_rows=8192)
     assert two == pytest.approx(0.01 + 100 * prefill_flops(model, "replicated", 2) / 1e14 + 48 * 100 * 4096 / 1e11)
 
@@ -137,7 +142,8 @@ def test_constants_of_prompts_are_found_in_the_loads_that_they_made(models: dict
         loads.append(
             Load(model=models[name], case=case, requests=requests, prompt_len=4096, new_tokens=1, seconds=seconds, step_rows=8192)
         )
-    assert fit_prompts(replace(PLAIN, prefill_rate=1.0, prefill_fixed=9.0), loads) == pytest.approx((1e14, 0.01))
+    found = fit_prompts(replace(PLAIN, prefill_rate=1.0, prefill_fixed=9.0, prefill_delta=5.0), loads)
+    assert (found.prefill_rate, found.prefill_fixed, found.prefill_delta) == pytest.approx((1e14, 0.01, 1e-8))
     with pytest.raises(ValueError, match="do not determine"):
         fit_prompts(PLAIN, loads[:1])
 
@@ -173,11 +179,20 @@ def test_against_recorded_results(models: dict[str, ModelCosts]) -> None:
     again = refit(machine, records)
     for name in Fitted.__slots__:
         assert getattr(machine.fitted, name) == pytest.approx(getattr(again, name), abs=0.006), "run: bench cost --fit"
-    assert (machine.prefill_rate, machine.prefill_fixed) == refit_prompts(machine, read_loads(results, models))
+    shares = results[SHARES]
+    assert machine == refit_prompts(machine, [*read_loads(results, models), *share_loads(models, shares)])
     rows = check(machine, records)
     assert len([row for row in rows if row["steady"]]) >= 10
     assert worst(rows, "off") < WITHIN
     assert worst(rows, "others_off") < WITHIN
+    assert {(part["model"], part["ranks"]) for part in shares["parts"]} >= {(name, 8) for name in models}
+    assert all(abs(row["off"]) < WITHIN for row in check_shares(machine, models, shares))
+    for part in shares["parts"]:
+        for step in part["decode"]:
+            case = Case(batch=step["batch"], context=step["context"], per_host=part["ranks"], layout=part["attention_layout"])
+            counted = replace(case, hits=step["hits"])
+            moved = rank_bytes(models[part["model"]], counted).total
+            assert moved == pytest.approx(sum(step["bytes"].values()), rel=0.1)
     page = (DOCS / "scaling.md").read_text(encoding="utf-8")
     assert filled(page, tables(machine, models, results)) == page, "run: bench cost --page docs/scaling.md"
 
