@@ -88,7 +88,8 @@ def delta_decode(
         out = torch.empty(projected.shape[0], width, dtype=projected.dtype, device=projected.device)
     if count == 0:
         return out
-    config = config or default_delta_decode_config(key_dim, value_dim, count)
+    # Beside pieces it is the same for any number, so that one kernel is compiled ahead.
+    config = config or default_delta_decode_config(key_dim, value_dim, count if rows is None else 1)
     _bound(config, key_heads, value_heads, key_dim, value_dim, channels, weights.conv.shape[1], pdl)(
         (value_heads, count, 1),
         projected,

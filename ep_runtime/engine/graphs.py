@@ -31,6 +31,11 @@ IDLE = {"given": 0, "fed": -1, "position": 0, "slot": -1, "length": 0, "place": 
 _IDLE_ROW = np.array([[IDLE[name]] for name in FIELDS], np.int64)
 
 
+def buckets_up_to(slots: int) -> list[int]:
+    """Rows of the steps that are captured: powers of two below the slots, and the slots."""
+    return [*(1 << power for power in range((slots - 1).bit_length())), slots]
+
+
 class FixedRows(NamedTuple):
     """What a step's replays have in common: `[rows + 1]` int32, `[rows]` int32 and int64. See `ForwardBatch`.
 

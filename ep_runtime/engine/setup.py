@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ep_runtime.engine.graphs import buckets_up_to
 from ep_runtime.engine.vision.cost import slice_cost
 from ep_runtime.engine.vision.encoder import ImageEncoder
 from ep_runtime.scheduler.core import SchedulerLimits
@@ -58,8 +59,3 @@ def image_encoder(rank: RankModel, executor: Executor) -> ImageEncoder | None:
 def warm_buckets(rank: RankModel) -> list[int]:
     """Row counts that WARM prepares."""
     return buckets_up_to(rank.plan.max_slots)
-
-
-def buckets_up_to(slots: int) -> list[int]:
-    """Powers of two below the slots, and the slots."""
-    return [*(1 << power for power in range((slots - 1).bit_length())), slots]

@@ -18,7 +18,7 @@ import torch
 
 from ep_runtime.engine.ahead.job import Job, Variant
 from ep_runtime.engine.ahead.kept import cached, keep, kept, list_path
-from ep_runtime.engine.setup import buckets_up_to
+from ep_runtime.engine.graphs import buckets_up_to
 from model.decoder import Decoder
 
 if TYPE_CHECKING:

@@ -26,14 +26,14 @@ from ep_runtime.engine.ahead.dry import META, dry_ranks, variants
 from ep_runtime.engine.ahead.job import Job, Variant
 from ep_runtime.engine.ahead.noting import noting
 from ep_runtime.engine.executor import Executor
-from ep_runtime.engine.graphs import FIELDS, CapturedStep, FixedRows
+from ep_runtime.engine.graphs import FIELDS, CapturedStep, FixedRows, buckets_up_to
 from ep_runtime.engine.head import Head
 from ep_runtime.engine.port import LocalPort
 from ep_runtime.engine.rank import DTYPES
 from ep_runtime.engine.run_command import run_command
 from ep_runtime.engine.sampler import Sampler
 from ep_runtime.engine.sampling import logprobs
-from ep_runtime.engine.setup import buckets_up_to, scheduler_limits
+from ep_runtime.engine.setup import scheduler_limits
 from ep_runtime.engine.step_sampling import count_wanted
 from ep_runtime.scheduler.scheduler import Scheduler
 from kernels import checksum_triton

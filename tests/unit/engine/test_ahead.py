@@ -27,7 +27,7 @@ from ep_runtime.engine.ahead.kept import cached, keep, kept, list_path
 from ep_runtime.engine.ahead.pool import compile_all
 from ep_runtime.engine.ahead.rows import covering_rows
 from ep_runtime.engine.ahead.start import Compiler, compiling, job_for, load_kernels, processes_for
-from ep_runtime.engine.setup import buckets_up_to
+from ep_runtime.engine.graphs import buckets_up_to
 from tests.support.python_path import python_path
 
 EVERYWHERE = {"_step_kernel", "_prefill_kernel", "_decode_kernel", "_route_kernel", "_gate_up_kernel", "_down_paired_kernel"}
