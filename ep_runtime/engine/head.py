@@ -146,11 +146,11 @@ class Head:
         self._receive(idle_wait_s if self._resting and not self._intake else 0.0)
         while not self._in_flight and self.requests.more_masks_coming(time.monotonic() - MASK_GATHER_S):
             self._receive(MASK_GATHER_S)
-        for message in self._intake.take(None if self.requests else self._scheduler.limits.max_batch_tokens):
-            self._submit(message)
         self._reject_late_masks()
         while self._in_flight and self._read_when_ready and self._in_flight[0].ready():
             self._read()
+        for message in self._intake.take(None if self.requests else self._scheduler.limits.max_batch_tokens):
+            self._submit(message)
         may_launch = self._may_launch()
         encoding = may_launch and self._images_due()
         plan = self._plan() if may_launch else None

@@ -118,11 +118,13 @@ def head(folder: Path) -> Iterator[Watched]:
 def test_the_first_step_goes_out_before_the_others_are_taken_in(head: Watched) -> None:
     """Four prompts of 16 tokens fill a step of 64: they are computed while 96 others wait, and all are answered, in their order."""
     started: list[str] = []
-    head.driver.on_update = lambda update: started.append(update.request_id)
+    taken: list[int] = []
     prompts = head.burst(MANY)
     head.driver.turn()
     assert head.forwards == [(64, 4)]
+    head.driver.on_update = lambda update: (started.append(update.request_id), taken.append(len(head.driver.head.requests)))
     head.driver.turn()
+    assert taken[:4] == [4] * 4  # their tokens are told before others are taken in
     assert head.forwards[1][1] == 4 + TAKEN_AT_ONCE
     assert not head.driver.head.idle
     answers = head.driver.finish()
