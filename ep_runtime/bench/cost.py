@@ -61,8 +61,8 @@ class Links:
 class Machine:
     """A kind of device, and how its like are linked. `bandwidth` is of its memory, bytes per second.
 
-    `prefill_rate` is operations per second of prompt rows; `prefill_fixed` seconds of each step with them, `prefill_delta` of each
-    row in each Gated DeltaNet layer, whose states are carried along a prompt for as long on few heads as on many.
+    `prefill_rate` is operations per second of prompt rows; `prefill_fixed` seconds of each step with them, `prefill_delta` of
+    each row in each Gated DeltaNet layer with all its heads, whose own kernels are in no count of operations.
     """
 
     device: str
@@ -219,23 +219,28 @@ def decode_step(machine: Machine, model: ModelCosts, case: Case) -> StepCost:
     )
 
 
-def prefill_flops(model: ModelCosts, layout: str, world: int) -> float:
-    """Operations of one prompt row on one rank, attention over the context left out: two for each weight that it meets."""
-    moe = model.config.moe
+def prefill_flops(model: ModelCosts, layout: str, world: int, context: int) -> float:
+    """Operations of one prompt row on one rank, of a prompt of `context` positions, half of which a mean row sees.
+
+    Two for each weight that it meets, and in attention four for each position and element of a head.
+    """
+    moe, attention = model.config.moe, model.config.attention
     active = 0.0 if moe is None else model.expert * moe.top_k * len(model.spec.moe_layers) / world
-    own = model.every_rank + (model.dense - model.every_rank) / (1 if layout == "replicated" else world)
-    return 2 * (own + active) / model.element
+    divided = 1 if layout == "replicated" else world
+    own = model.every_rank + (model.dense - model.every_rank) / divided
+    seen = model.layers(LayerKind.FULL) * attention.heads * attention.head_dim * context / 2
+    return 2 * (own + active) / model.element + 4 * seen / divided
 
 
 def prefill_seconds(machine: Machine, model: ModelCosts, case: Case, *, rows: int, step_rows: int) -> float:
-    """To take in `rows` prompt rows in steps of at most `step_rows`, with their collectives."""
+    """To take in `rows` rows of prompts of `case.context` in steps of at most `step_rows`, with their collectives."""
     steps = -(-rows // step_rows)
     part = rows * model.config.hidden_size * model.element
     # The latency is part of `prefill_fixed`; the bytes are not.
     moved = (case.per_host - 1) * part / machine.links.inside + (case.hosts - 1) * part / machine.links.between
     sums = 0.0 if case.alone else collectives(model, case.layout, case.world) * moved
-    a_row = prefill_flops(model, case.layout, case.world) / machine.prefill_rate
-    a_row += model.layers(LayerKind.LINEAR) * machine.prefill_delta
+    a_row = prefill_flops(model, case.layout, case.world, case.context) / machine.prefill_rate
+    a_row += model.layers(LayerKind.LINEAR) * machine.prefill_delta / (1 if case.layout == "replicated" else case.world)
     return steps * machine.prefill_fixed + rows * a_row + sums
 
 
@@ -256,6 +261,11 @@ class Load:
         """Of all prompts."""
         return self.requests * self.prompt_len
 
+    @property
+    def prompts(self) -> Case:
+        """The case while prompts are taken in."""
+        return replace(self.case, context=self.prompt_len)
+
 
 def fit_prompts(machine: Machine, loads: Sequence[Load]) -> Machine:
     """The machine with the constants of prompts that fit loads of one new token best, by least squares of relative errors.
@@ -265,7 +275,7 @@ def fit_prompts(machine: Machine, loads: Sequence[Load]) -> Machine:
     none = replace(machine, prefill_rate=math.inf, prefill_fixed=0.0, prefill_delta=0.0)
     each = [none, replace(none, prefill_rate=1.0), replace(none, prefill_fixed=1.0), replace(none, prefill_delta=1.0)]
     known = [
-        [prefill_seconds(one, load.model, load.case, rows=load.rows, step_rows=load.step_rows) for one in each] for load in loads
+        [prefill_seconds(one, load.model, load.prompts, rows=load.rows, step_rows=load.step_rows) for one in each] for load in loads
     ]
     sums, *parts = np.array(known).T
     seconds = np.array([load.seconds for load in loads])

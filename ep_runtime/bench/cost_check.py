@@ -27,7 +27,7 @@ def check_loads(machine: Machine, loads: Sequence[Load]) -> list[dict[str, Any]]
     """A row for each load: measured seconds, predicted ones, and how far off they are."""
     rows = []
     for load in loads:
-        predicted = prefill_seconds(machine, load.model, load.case, rows=load.rows, step_rows=load.step_rows)
+        predicted = prefill_seconds(machine, load.model, load.prompts, rows=load.rows, step_rows=load.step_rows)
         what = f"prefill of {load.requests} × {load.prompt_len}"
         if load.new_tokens > 1:
             predicted += load.new_tokens * decode_step(machine, load.model, load.case).total / 1e3

@@ -40,7 +40,7 @@ def predict(machine: Machine, model: ModelCosts, part: Mapping[str, Any], step: 
     """Milliseconds of a step without its collectives."""
     if "batch" not in step:
         load = _load(model, part, step)
-        return 1e3 * prefill_seconds(machine, model, load.case, rows=load.rows, step_rows=load.rows)
+        return 1e3 * prefill_seconds(machine, model, load.prompts, rows=load.rows, step_rows=load.rows)
     case = Case(batch=step["batch"], context=step["context"], hits=step["hits"], **_place(part))
     return decode_step(machine, model, case).total
 

@@ -101,15 +101,21 @@ def test_a_step_is_the_sum_of_its_parts(models: dict[str, ModelCosts]) -> None:
 def test_prompts(models: dict[str, ModelCosts]) -> None:
     model = models["qwen3-30b-a3b"]
     # About 3.3 billion weights act on a token, 0.3 billion of them in the head, which prompt rows but the last do not meet.
-    assert prefill_flops(model, "replicated", 1) / 2 == pytest.approx(2.7e9, rel=0.05)
-    assert prefill_flops(model, "tensor", 4) * 4 == pytest.approx(prefill_flops(model, "replicated", 1), rel=0.05)
+    assert prefill_flops(model, "replicated", 1, 0) / 2 == pytest.approx(2.7e9, rel=0.05)
+    # 48 layers of 32 heads of 128, two products of a query with each of 500 positions.
+    attention = prefill_flops(model, "replicated", 1, 1000) - prefill_flops(model, "replicated", 1, 0)
+    assert attention == 48 * 2 * 2 * 32 * 128 * 500
+    assert prefill_flops(model, "tensor", 4, 1000) * 4 == pytest.approx(prefill_flops(model, "replicated", 1, 1000), rel=0.05)
+    assert prefill_flops(model, "replicated", 4, 1000) - prefill_flops(model, "replicated", 4, 0) == attention
     alone = prefill_seconds(PLAIN, model, Case(batch=1), rows=9000, step_rows=8192)
-    assert alone == pytest.approx(2 * 0.01 + 9000 * prefill_flops(model, "replicated", 1) / 1e14)
+    assert alone == pytest.approx(2 * 0.01 + 9000 * prefill_flops(model, "replicated", 1, 160) / 1e14)
     hybrid = models["qwen3.5-35b-a3b"]
     one = prefill_seconds(PLAIN, hybrid, Case(batch=1, per_host=8, alone=True), rows=100, step_rows=8192)
-    assert one == pytest.approx(0.01 + 100 * (prefill_flops(hybrid, "replicated", 8) / 1e14 + 30 * 1e-8))
+    assert one == pytest.approx(0.01 + 100 * (prefill_flops(hybrid, "replicated", 8, 160) / 1e14 + 30 * 1e-8))
+    fewer = prefill_seconds(PLAIN, hybrid, Case(batch=1, per_host=8, alone=True, layout="tensor"), rows=100, step_rows=8192)
+    assert fewer == pytest.approx(0.01 + 100 * (prefill_flops(hybrid, "tensor", 8, 160) / 1e14 + 30 * 1e-8 / 8))
     two = prefill_seconds(PLAIN, model, Case(batch=1, per_host=2), rows=100, step_rows=8192)
-    assert two == pytest.approx(0.01 + 100 * prefill_flops(model, "replicated", 2) / 1e14 + 48 * 100 * 4096 / 1e11)
+    assert two == pytest.approx(0.01 + 100 * prefill_flops(model, "replicated", 2, 160) / 1e14 + 48 * 100 * 4096 / 1e11)
 
 
 def test_constants_are_found_in_the_steps_that_they_made(models: dict[str, ModelCosts]) -> None:
@@ -137,7 +143,7 @@ def test_constants_of_prompts_are_found_in_the_loads_that_they_made(models: dict
         ("qwen3-30b-a3b", "replicated", 8),
         ("qwen3.5-35b-a3b", "tensor", 3),
     ):
-        case = Case(batch=requests, per_host=2, layout=layout)
+        case = Case(batch=requests, context=4096, per_host=2, layout=layout)
         seconds = prefill_seconds(PLAIN, models[name], case, rows=requests * 4096, step_rows=8192)
         loads.append(
             Load(model=models[name], case=case, requests=requests, prompt_len=4096, new_tokens=1, seconds=seconds, step_rows=8192)

@@ -108,7 +108,8 @@ def test_predictions_leave_collectives_out_and_take_what_was_hit() -> None:
     moved = 48 * 2 * model.expert + 151936 // 8 * 4096 + model.dense + 8 * 160 * 48 * 2 * 4 * 128 * 2
     assert row["predicted_ms"] == pytest.approx(moved / 2e9 + 48 * (10 + 3 + 8 * 0.5) / 1e3)
     assert row["off"] == pytest.approx(row["predicted_ms"] / 4.0 - 1)
-    assert prompt["predicted_ms"] == pytest.approx(10 + 1e3 * 1000 * 2 * (model.dense + 48 * model.expert) / 2 / 1e14)
+    attention = 4 * 48 * 32 * 128 * 500 / 2
+    assert prompt["predicted_ms"] == pytest.approx(10 + 1e3 * 1000 * (model.dense + 48 * model.expert + attention) / 1e14)
     whole = decode_step(machine, model, Case(batch=8, per_host=8, hits=2.0))
     assert row["predicted_ms"] == pytest.approx(
         decode_step(replace(machine, bandwidth=2e12), model, Case(batch=8, per_host=8, hits=2.0, alone=True)).total
