@@ -85,6 +85,8 @@ class Broadcaster:
         if self._unjudged is None:
             return
         (own, deadline), self._unjudged = self._unjudged, None
+        if not self._links.answered:  # otherwise it waits for nobody, and whoever looks goes on with what the page says
+            self._page.enter(Phase.ACKNOWLEDGING)
         try:
             self._judge(own, None, deadline)
         except EpLinkLost as lost:
@@ -118,11 +120,11 @@ class Broadcaster:
         if later and error is None:
             self._unjudged = own, deadline
         else:
+            self._page.enter(Phase.ACKNOWLEDGING)
             self._judge(own, error, deadline)
 
     def _judge(self, own: Ack, error: Exception | None, deadline: float) -> None:
         failed_at = time.monotonic() if own.failed else None
-        self._page.enter(Phase.ACKNOWLEDGING)
         try:
             acks = [own, *self._links.collect(own.step, deadline, failed_at=failed_at)]
             self.last_steps = [ack.step for ack in acks]

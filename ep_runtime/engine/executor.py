@@ -224,7 +224,8 @@ class Executor:
             sampled = [span.slot for span in command.spans if span.sampled]
             if not sampled:
                 return
-            index = output.slots
+            # Where ranks divide the sequences, a replay's slots are this rank's numbers.
+            index = output.slots if self.limits.owners == 1 else None
             if index is None or len(sampled) < len(command.spans):
                 (index,) = upload([np.array(sampled, np.int64)], self._device)
             self.comm.feed(tokens, index, self._last_tokens)
@@ -258,10 +259,7 @@ class Executor:
         columns = columns_of(spans, tokens, slots, shifts, self.limits.block_size)
         if self.limits.owners > 1:
             idle_but_own(columns, [self._kept(span.slot) for span in spans])
-        output = self._graphs.run(step, columns)
-        if self.limits.owners > 1:
-            output.slots = None  # those of the columns have this rank's numbers
-        return output
+        return self._graphs.run(step, columns)
 
     def _batch(self, command: Forward, tokens: np.ndarray, slots: SlotTable, images: bool) -> ForwardBatch:
         spans = command.spans

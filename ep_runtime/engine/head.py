@@ -144,7 +144,7 @@ class Head:
             self._last_announce = now
             self._announce()
         self._receive(idle_wait_s if self._resting and not self._intake else 0.0)
-        while not self._in_flight and self.requests.more_masks_coming(time.monotonic() - MASK_GATHER_S):
+        while not (self._in_flight or self._intake) and self.requests.more_masks_coming(time.monotonic() - MASK_GATHER_S):
             self._receive(MASK_GATHER_S)
         self._reject_late_masks()
         while self._in_flight and self._read_when_ready and self._in_flight[0].ready():
@@ -435,11 +435,12 @@ class Head:
         self._port.publish(Results(epoch=self.epoch, updates=updates, stats=self._stats()))
 
     def _stats(self) -> EngineStats:
+        counts = self._scheduler.stats()
         return EngineStats(
             step=self._broadcaster.step,
             ranks=self._broadcaster.last_steps,
             host_seconds=self.host_seconds,
-            **self._scheduler.stats()._asdict(),
+            **counts._replace(waiting=counts.waiting + len(self._intake))._asdict(),
         )
 
     # Waiting

@@ -164,3 +164,31 @@ def suspect_kills(ctx: RankContext, *, folder: str, requests: list[dict[str, Any
         if not found:
             return type(error).__name__
         return found[0].page.read().alone, {name: answer.finish for name, answer in found[0].answers.items()}
+
+
+def fails_behind(ctx: RankContext, *, folder: str, requests: list[dict[str, Any]], number: int, **settings: Any) -> Any:
+    """The last rank fails forward `number` alone, behind its last collective: what the head finds, and who got how many tokens."""
+
+    def arrange(executor: Executor) -> None:
+        execute, count = executor.execute, 0
+
+        def failing(frame: Frame, change: Change, slots: SlotTable, choose: Choose) -> None:
+            nonlocal count
+            execute(frame, change, slots, choose)
+            count += isinstance(frame.command, Forward)
+            if ctx.rank == ctx.world - 1 and count == number:
+                raise ValueError("here alone")
+
+        executor.execute = failing  # type: ignore[method-assign]
+
+    found: list[Driver] = []
+    try:
+        with head_of(ctx, folder, arrange=arrange, **settings) as driver:
+            if driver is None:
+                return None
+            found.append(driver)
+            return _run(driver, requests)
+    except EpLinkLost as error:
+        if not found:
+            return type(error).__name__
+        return type(error).__name__, str(error), [len(answer.tokens) for answer in found[0].answers.values()]

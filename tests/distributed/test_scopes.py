@@ -92,3 +92,17 @@ def test_a_suspect_that_takes_a_rank_with_it_is_named_by_the_heads_page(ranks: R
     named, finishes = outcomes[0].value
     assert named == "2"
     assert set(finishes.values()) == {None}
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_no_token_is_told_of_a_step_that_another_rank_failed(ranks: RankPool, checkpoint: Checkpoint, lookahead: bool) -> None:
+    """The head has launched that step and has its tokens before it knows."""
+    folder, requests, number = checkpoint("mixtral", "plain"), requests_of(3), 4
+    case = CASES + "fails_behind"
+    head, worker = ranks.run(2, case, folder=str(folder), requests=requests, number=number, lookahead=lookahead, **SETTINGS)
+    kind, text, tokens = head
+    assert (kind, worker) == ("EpRankFailed", "EpPeerGone")
+    assert "only some ranks failed step" in text
+    assert "rank 1: VALUE" in text
+    assert "DECODE" in text
+    assert tokens == [number - 1] * 3

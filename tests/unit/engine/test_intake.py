@@ -24,9 +24,9 @@ SIZES: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 8, "max_num_batche
 MANY = 100
 
 
-def request(name: str, length: int = 4, generated: int = 0) -> Submit:
+def request(name: str, length: int = 4, generated: int = 0, priority: int = 0) -> Submit:
     sampling = messages.SamplingParams(seed=1, max_tokens=4)
-    return Submit(request_id=name, group=name, prompt=[5] * length, sampling=sampling, generated=[6] * generated)
+    return Submit(request_id=name, group=name, prompt=[5] * length, sampling=sampling, generated=[6] * generated, priority=priority)
 
 
 def names(submits: list[Submit]) -> list[str]:
@@ -46,6 +46,14 @@ def test_taken_in_order_and_at_most_so_many_at_once() -> None:
     assert not intake
 
 
+def test_whoever_runs_first_is_taken_in_first() -> None:
+    intake = Intake()
+    for number, priority in enumerate([0, 1, -1, 0, -1]):
+        intake.add(request(str(number), priority=priority))
+    assert names(intake.take(rows=1)) == ["2"]
+    assert names(intake.due_before(FrontendLost())) == ["4", "0", "3", "1"]
+
+
 @pytest.mark.parametrize(("rows", "taken"), [(1, 1), (10, 1), (11, 2), (12, 2), (17, 2), (18, 3), (1000, 4)])
 def test_no_more_than_fill_a_step_and_never_none(rows: int, taken: int) -> None:
     intake = Intake()
@@ -58,24 +66,24 @@ def test_no_more_than_fill_a_step_and_never_none(rows: int, taken: int) -> None:
 @pytest.mark.parametrize(
     ("message", "due"),
     [
-        (request("1"), False),
-        (Mask(request_id="1", index=1, mask=b""), False),
-        (Abort(["7", "1"]), True),
-        (Abort(["7"]), False),
-        (Undecodable("1", "Abort", "no"), True),
-        (Undecodable("7", "Abort", "no"), False),
-        (FrontendLost(), True),
-        (Takeover(prefix="b"), True),
+        (request("1"), []),
+        (Mask(request_id="1", index=1, mask=b""), []),
+        (Abort(["7", "2", "1"]), ["1", "2"]),
+        (Abort(["7"]), []),
+        (Undecodable("1", "Abort", "no"), ["1"]),
+        (Undecodable("7", "Abort", "no"), []),
+        (FrontendLost(), ["0", "1", "2"]),
+        (Takeover(prefix="b"), ["0", "1", "2"]),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_may_be_about_a_request_that_waits_comes_behind_it(message: Received, due: bool) -> None:
+def test_what_may_be_about_a_request_that_waits_comes_behind_it(message: Received, due: list[str]) -> None:
     intake = Intake()
     assert intake.due_before(message) == []
     for name in ("0", "1", "2"):
         intake.add(request(name))
-    assert names(intake.due_before(message)) == (["0", "1", "2"] if due else [])
-    assert len(intake) == (0 if due else 3)
+    assert names(intake.due_before(message)) == due
+    assert names(intake.take()) == [name for name in ("0", "1", "2") if name not in due]
 
 
 # The head
@@ -136,6 +144,38 @@ def test_the_first_step_goes_out_before_the_others_are_taken_in(head: Watched) -
     assert (judged.tokens, judged.ties) == (3 * MANY, 0)
 
 
+def test_an_urgent_request_waits_for_no_burst_before_it(head: Watched) -> None:
+    head.burst(MANY)
+    head.driver.send(request("urgent", length=16, priority=-1))
+    head.driver.turn()
+    assert head.forwards == [(64, 4)]
+    assert "urgent" in head.driver.head.requests
+    assert head.driver.head.requests.ids()[0] == "urgent"
+    head.driver.finish()
+
+
+def test_what_waits_counts_as_waiting(head: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[messages.EngineStats] = []
+    publish = head.driver.port.publish
+    monkeypatch.setattr(head.driver.port, "publish", lambda told: (reports.append(told.stats), publish(told)))
+    head.burst(MANY)
+    head.driver.turn()
+    head.driver.turn()
+    assert {(report.running + report.waiting) for report in reports if report.running} == {MANY}
+    head.driver.finish()
+
+
+def test_masks_are_gathered_for_nobody_who_waits(head: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All live requests have grammars: once another one has come, its step is not put off for their masks."""
+    looks: list[float] = []
+    monkeypatch.setattr(head.driver.head.requests, "more_masks_coming", lambda after: (looks.append(after), len(looks) < 100)[1])
+    head.driver.submit("0", [5, 6, 7], max_tokens=3)
+    head.driver.turn()
+    assert head.forwards == [(3, 1)]
+    assert not looks
+    head.driver.finish()
+
+
 def test_requests_beyond_the_queue_are_told_so_within_a_few_turns(head: Watched) -> None:
     room = SIZES["max_num_seqs"] + SIZES["max_queue"]
     head.burst(room + 2, max_tokens=15)
@@ -151,6 +191,7 @@ def test_a_request_that_waits_is_aborted_like_any_other(head: Watched) -> None:
     head.driver.turn()
     ended = {name: answer.finish for name, answer in head.driver.answers.items() if answer.finish is not None}
     assert ended == {"50": "abort", "99": "abort", "0": "abort"}
+    assert len(head.driver.head.requests) == 4  # a step of them: the others wait on
     answers = head.driver.finish()
     assert {answer.terminal_events for answer in answers.values()} == {1}
     assert sum(answer.finish == "length" for answer in answers.values()) == MANY - 3

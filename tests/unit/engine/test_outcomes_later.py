@@ -20,6 +20,7 @@ from protocol.commands import BATCH, Body, Decode, Ping, Span, Wanted
 from protocol.errors import EpCommandFailed, EpDiverged, EpPeerGone, EpRankFailed
 from protocol.frame import decode
 from protocol.links import HeadLinks, WorkerLink
+from protocol.progress import Phase, ProgressPage
 from protocol.slots import Change, SlotLimits, SlotTable
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine import head_of
@@ -62,7 +63,10 @@ class Ranks:
         self.workers = {rank: WorkerLink(Channel(far, "the head"), rank, 0, never_closed) for rank, (_, far) in enumerate(pairs, 1)}
         self.executor = Rank0(world)
         executor: Any = self.executor
-        self.broadcaster = Broadcaster(executor, self.head, SlotTable(LIMITS), epoch=0, version=2, deadline_s=LONG_S)
+        self.page = ProgressPage()
+        self.broadcaster = Broadcaster(
+            executor, self.head, SlotTable(LIMITS), epoch=0, version=2, deadline_s=LONG_S, page=self.page
+        )
 
     def launch(self, command: Body = STEP) -> None:
         self.broadcaster.run(command, BATCH, later=True)
@@ -123,6 +127,28 @@ def test_a_look_between_commands_finds_an_outcome_that_differs(status: AckStatus
         ranks.answer(2, status, collectives)
         with pytest.raises(error, match="step 0"):
             ranks.broadcaster.check()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_look_leaves_the_page_with_what_is_waited_for(world: int) -> None:
+    """The head waits for its device, whose step every rank has acked: nobody is to look for a rank that has not."""
+    with ranks_of(world) as ranks:
+        ranks.launch()
+        ranks.page.enter(Phase.READING)
+        for rank in ranks.workers:
+            ranks.answer(rank)
+        ranks.broadcaster.check()
+        assert ranks.broadcaster.last_steps == [0] * world
+        assert ranks.page.read().phase is Phase.READING
+
+
+def test_the_page_says_when_acks_are_waited_for() -> None:
+    with ranks_of(2) as ranks:
+        ranks.launch()
+        assert ranks.page.read().phase is Phase.EXECUTING
+        ranks.answer(1)
+        ranks.broadcaster.settle()
+        assert ranks.page.read().phase is Phase.ACKNOWLEDGING
 
 
 def test_a_rank_that_leaves_after_it_was_sent_to_is_found() -> None:
