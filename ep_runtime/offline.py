@@ -51,7 +51,7 @@ from protocol.messages import Abort, Results, SequenceUpdate, Submit, TokenLogpr
 
 Prompt = str | Sequence[int]
 
-GPU_TOKENS = 11776
+OFFLINE_TOKENS = 11776
 """Rows of a step on GPUs, where nothing else is said: nobody waits for the next token of a stream here, and more of the expert
 kernels' blocks of 128 rows is filled than by 8192: 94, 90 and 88 % of them with Qwen3-30B-A3B, Qwen3.5-35B-A3B and
 Qwen3-Next-80B-A3B, not 89, 80 and 63."""
@@ -148,7 +148,7 @@ class LLM:
         place = read_place(os.environ)
         # torch is in this process anyway, and knows better than the device nodes what it can use.
         facts = read_facts(place, os.environ).model_copy(update={"gpus": torch.cuda.device_count()})
-        config = resolve(RuntimeConfig(model=model, **settings), facts, GPU_TOKENS)
+        config = resolve(RuntimeConfig(model=model, **settings), facts, OFFLINE_TOKENS)
         config = localise(config, model=model, cores=facts.cores, local_world=place.local_world, token=None)
         device = pick_device(config.device, place.local_rank)
         rank = load_rank(config, Parallel(place.rank, place.world), device, local_ranks=place.local_world)

@@ -85,7 +85,7 @@ def _prepare_forward(command: Forward, slots: SlotTable, limits: SlotLimits) -> 
         if slot in named:
             raise EpCommandFailed(f"{name}: slot {slot} is named twice")
         named.add(slot)
-        state = slots[slot] if 0 <= slot < most else None
+        state = slots[slot] if 0 <= slot < most else None  # nearly always, and without a call for each row
         if state is None or state.status is not active:
             state = _active(name, slot, slots, limits)
         if span.start != state.length:

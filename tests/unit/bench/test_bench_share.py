@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from ep_runtime.bench.__main__ import main
-from ep_runtime.bench.cost import Case, Fitted, Links, Machine, decode_step
+from ep_runtime.bench.cost import Case, decode_step
 from ep_runtime.bench.cost_models import model_costs
 from ep_runtime.bench.cost_shares import check_shares
 from ep_runtime.bench.share_steps import WARM_STEPS, count_choices, step_times
 from ep_runtime.bench.tiny import EXPERT, HEAD, HIDDEN, KV_HEADS, LAYERS, VOCAB
 from model.batch import ForwardOutput
+from tests.support.cost_machine import PLAIN
 
 FLAGS = ["--models", "tiny", "--ranks", "2", "--batch", "1,4", "--context", "20", "--prompts", "2", "--prompt-len", "24"]
 FLAGS += ["--steps", "6", "--prompt-steps", "2", "--device", "cpu", "--threads", "1"]
@@ -89,31 +90,22 @@ def test_the_first_steps_are_not_timed() -> None:
 
 
 def test_predictions_leave_collectives_out_and_take_what_was_hit() -> None:
-    machine = Machine(
-        device="X",
-        bandwidth=1e12,
-        fitted=Fitted(attention=10.0, delta=20.0, grouping=3.0, row=0.5),
-        links=Links(inside=1e11, reduction=8.0, peer=2.0, between=1e10, network=30.0, launch=100.0),
-        prefill_rate=1e14,
-        prefill_fixed=0.01,
-        prefill_delta=1e-8,
-    )
     model = model_costs("qwen3-30b-a3b")
     decoded = {"batch": 8, "context": 160, "hits": 2.0, "step_ms": 4.0, "floor_ms": 1.0}
     prompts = {"rows": 1000, "prompt_len": 500, "step_ms": 20.0}
     part: dict[str, Any] = {"model": model.name, "attention_layout": "replicated", "ranks": 8, "device": "X"}
     part |= {"bandwidth_gb_s": 2000.0, "decode": [decoded], "prompts": prompts}
-    row, prompt = check_shares(machine, {model.name: model}, {"parts": [part]})
+    row, prompt = check_shares(PLAIN, {model.name: model}, {"parts": [part]})
     # At 2 TB/s: two experts of each layer, an eighth of the head, all else, and keys and values of eight times 160 positions.
     moved = 48 * 2 * model.expert + 151936 // 8 * 4096 + model.dense + 8 * 160 * 48 * 2 * 4 * 128 * 2
     assert row["predicted_ms"] == pytest.approx(moved / 2e9 + 48 * (10 + 3 + 8 * 0.5) / 1e3)
     assert row["off"] == pytest.approx(row["predicted_ms"] / 4.0 - 1)
     attention = 4 * 48 * 32 * 128 * 500 / 2
     assert prompt["predicted_ms"] == pytest.approx(10 + 1e3 * 1000 * (model.dense + 48 * model.expert + attention) / 1e14)
-    whole = decode_step(machine, model, Case(batch=8, per_host=8, hits=2.0))
+    whole = decode_step(PLAIN, model, Case(batch=8, per_host=8, hits=2.0))
     assert row["predicted_ms"] == pytest.approx(
-        decode_step(replace(machine, bandwidth=2e12), model, Case(batch=8, per_host=8, hits=2.0, alone=True)).total
+        decode_step(replace(PLAIN, bandwidth=2e12), model, Case(batch=8, per_host=8, hits=2.0, alone=True)).total
     )
     assert whole.collectives > 0
     for other in (part | {"device": "Y"}, part | {"model": "unknown"}):
-        assert all("predicted_ms" not in row for row in check_shares(machine, {model.name: model}, {"parts": [other]}))
+        assert all("predicted_ms" not in row for row in check_shares(PLAIN, {model.name: model}, {"parts": [other]}))

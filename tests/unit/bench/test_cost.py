@@ -12,9 +12,7 @@ from ep_runtime.bench.cost import (
     LAYOUTS,
     Case,
     Fitted,
-    Links,
     Load,
-    Machine,
     Measured,
     ModelCosts,
     collective_us,
@@ -32,17 +30,9 @@ from ep_runtime.bench.cost_models import known_models, load_machine, read_loads,
 from ep_runtime.bench.cost_shares import MACHINE, check_shares, share_loads
 from ep_runtime.config import ATTENTION_LAYOUTS
 from model.spec import LayerKind
+from tests.support.cost_machine import PLAIN
 
 DOCS = Path(__file__).parents[3] / "docs"
-PLAIN = Machine(
-    device="X",
-    bandwidth=1e12,
-    fitted=Fitted(attention=10.0, delta=20.0, grouping=3.0, row=0.5),
-    links=Links(inside=1e11, reduction=8.0, peer=2.0, between=1e10, network=30.0, launch=100.0),
-    prefill_rate=1e14,
-    prefill_fixed=0.01,
-    prefill_delta=1e-8,
-)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from ep_runtime.config import PER_PROCESS, Facts, RuntimeConfig, localise, resolve
+from ep_runtime.engine.peers import BUFFER_BYTES
+from ep_runtime.offline import OFFLINE_TOKENS
 from ep_runtime.settings import ConfigRefused, read_config
 
 CPU = Facts(gpus=0, cores=8)
@@ -157,6 +159,15 @@ def test_what_is_left_open_is_chosen_for_the_machine():
     assert resolve(RuntimeConfig(max_num_seqs=1000), CPU).max_num_batched_tokens == 1000
     assert resolve(RuntimeConfig(device="cpu"), GPU).device == "cpu"
     assert resolve(on_gpu, GPU) == on_gpu
+
+
+def test_offline_steps_on_gpus_are_larger_and_their_sums_go_through_peer_memory():
+    config = RuntimeConfig(model="m")
+    assert resolve(config, GPU, OFFLINE_TOKENS).max_num_batched_tokens == OFFLINE_TOKENS > 8192
+    assert resolve(config, CPU, OFFLINE_TOKENS).max_num_batched_tokens == resolve(config, CPU).max_num_batched_tokens
+    assert resolve(RuntimeConfig(model="m", max_num_batched_tokens=700), GPU, OFFLINE_TOKENS).max_num_batched_tokens == 700
+    # Two halves of so many rows of 2048 in 16 bits, the width of the models that the number was chosen for.
+    assert BUFFER_BYTES["sums"] >= 2 * OFFLINE_TOKENS * 2048 * 2
 
 
 def test_what_was_chosen_may_contradict_what_was_given():
