@@ -26,7 +26,7 @@ class EngineCollector(Collector):
         if stats is None:
             return
         gauges: dict[str, tuple[str, float]] = {
-            "ep_running_sequences": ("Sequences that hold a slot", stats.running),
+            "ep_running_sequences": ("Sequences that run; one that ends keeps its slot until its last step is read", stats.running),
             "ep_waiting_sequences": ("Sequences in the engine's queue", stats.waiting),
             "ep_free_blocks": ("Free blocks of KV cache", stats.free_blocks),
             "ep_total_blocks": ("Blocks of KV cache", stats.total_blocks),

@@ -15,6 +15,10 @@ SHAPES = [[1, 48], [5, 48], [3, 48], [0, 48], [9, 48], [2, 48], [450, 48], [4, 4
 """450 rows are several tiles of each of two programs, the last of them with rows to spare."""
 
 
+PATIENCE_S = 480.0
+"""Seconds here take minutes beside other work: each program spins until its peer's has had a turn of the processor."""
+
+
 def sum_of_choices(world: int, call: int, shape: tuple[int, int], dtype: torch.dtype) -> np.ndarray:
     """Each rank's own choices in their order, rounded once; then the ranks in theirs."""
     total = np.zeros(shape, np.float32)
@@ -44,7 +48,7 @@ def test_every_rank_gets_the_sum_in_rank_order(
     ranks: RankPool, world: int, dtype: str, programs: int, line: int, reader: str, word_rows: int
 ) -> None:
     ways = {"programs": programs, "line": line, "reader": reader, "word_rows": word_rows}
-    found = ranks.run(world, CASES + "sum_rows", dtype=dtype, shapes=SHAPES, **ways, deadline=120.0)
+    found = ranks.run(world, CASES + "sum_rows", dtype=dtype, shapes=SHAPES, **ways, deadline=PATIENCE_S)
     of = getattr(torch, dtype)
     for call, shape in enumerate(SHAPES):
         parts = [part(rank, call, tuple(shape), of) for rank in range(world)]
