@@ -5,16 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ep_runtime.frontend.api.errors import ApiError
 from ep_runtime.frontend.reasoning_gate import MaskSource
 from ep_runtime.frontend.text.errors import GrammarError
 
-if TYPE_CHECKING:
-    from ep_runtime.frontend.generation import Generation
-
 log = logging.getLogger(__name__)
+
+
+class MaskOwner(Protocol):
+    """Whoever's sequences a grammar constrains."""
+
+    def give_mask(self, request_id: str, index: int, mask: bytes) -> None:
+        """Take the mask for generated token `index` of a sequence."""
+        ...
+
+    def fail(self, error: ApiError) -> None:
+        """The output cannot be constrained."""
+        ...
 
 
 class GrammarDriver:
@@ -23,11 +32,11 @@ class GrammarDriver:
     def __init__(self, source: MaskSource, pool: Executor) -> None:
         self._source = source
         self._pool = pool
-        self._owner: Generation | None = None
+        self._owner: MaskOwner | None = None
         self._request_id = ""
         self._task: asyncio.Task[None] | None = None
 
-    def attach(self, owner: Generation, request_id: str) -> None:
+    def attach(self, owner: MaskOwner, request_id: str) -> None:
         """Say whose sequence this constrains."""
         self._owner, self._request_id = owner, request_id
 
