@@ -81,7 +81,7 @@ class HeadLinks:
             pass  # the end of a stream comes behind the acks that are unread
         for channel in self._channels:
             if channel.eof:
-                raise channel.gone()
+                raise _gone_after(channel, _next_ack(channel))
         self._check_failed()
 
     def _check_failed(self) -> None:
@@ -178,8 +178,7 @@ class HeadLinks:
         for rank, ack in acks.items():
             channel = self._channels[rank - 1]
             if channel.eof:
-                said = f", after it acked {ack.status.name} {ack.message}".rstrip()
-                raise EpPeerGone(f"{channel.gone()}{said}")
+                raise _gone_after(channel, ack)
 
     def _missing(self, step: int, vote: bool, acks: dict[int, Ack]) -> str:
         ranks = ", ".join(str(rank) for rank in range(1, self.world) if rank not in acks)
@@ -319,6 +318,12 @@ class WorkerLink:
 def _next_ack(channel: Channel) -> Ack | None:
     """The ack that has come and is not read yet, if there is one."""
     return unpack_ack(channel.buffer[:ACK_SIZE]) if len(channel.buffer) >= ACK_SIZE else None
+
+
+def _gone_after(channel: Channel, ack: Ack | None) -> EpPeerGone:
+    """The error that says that the peer is gone, and what it has said last of the command under way, if anything."""
+    said = "" if ack is None else f", after it acked {ack.status.name} {ack.message}".rstrip()
+    return EpPeerGone(f"{channel.gone()}{said}")
 
 
 def _receive_blob(channel: Channel, wait: Wait) -> bytes:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
+import sys
 
 from ep_runtime.bench import (
     collectives,
@@ -58,5 +61,15 @@ def main(argv: list[str] | None = None) -> None:
     options.run(options)
 
 
+def end_what_was_started() -> None:
+    """SIGTERM ends this process by an exception, so that ranks and servers that it has started in sessions of their own end, too.
+
+    A rank under torchrun starts none: it dies at once, whatever it waits for.
+    """
+    if "RANK" not in os.environ:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
+    end_what_was_started()
     main()

@@ -36,8 +36,8 @@ HANDED_ON = ("dtype", "device", "forward_mode", "threads", *SIZES)
 GRACE_SECONDS = 40.0
 """For torchrun to end its ranks: it kills them after 30 s."""
 
-LAST_WORDS = 400
-"""Characters of a failed part's output that are kept."""
+LAST_WORDS = 8000
+"""Characters of a failed part's output that are kept: what a rank says of its end, and then torchrun, which takes half of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def test_a_suspect_that_takes_a_rank_with_it_is_named_by_the_heads_page(ranks: R
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_no_token_is_told_of_a_step_that_another_rank_failed(ranks: RankPool, checkpoint: Checkpoint, lookahead: bool) -> None:
-    """The head has launched that step and has its tokens before it knows."""
+    """The head has launched that step and has its tokens before it knows; with lookahead it may know before it reads the last."""
     folder, requests, number = checkpoint("mixtral", "plain"), requests_of(3), 4
     case = CASES + "fails_behind"
     head, worker = ranks.run(2, case, folder=str(folder), requests=requests, number=number, lookahead=lookahead, **SETTINGS)
@@ -105,4 +105,4 @@ def test_no_token_is_told_of_a_step_that_another_rank_failed(ranks: RankPool, ch
     assert "only some ranks failed step" in text
     assert "rank 1: VALUE" in text
     assert "DECODE" in text
-    assert tokens == [number - 1] * 3
+    assert tokens in ([number - 1] * 3, [number - 1 - lookahead] * 3)

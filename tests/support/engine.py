@@ -156,9 +156,10 @@ class Driver:
         assert (stats.free_blocks, stats.free_slots) == (stats.total_blocks, stats.total_slots)
 
     def _check_epoch(self) -> None:
-        """The epoch is closed once `closed` gives a reason."""
+        """The epoch is closed once `closed` gives a reason; else as an engine checks it: a worker may have failed in a step."""
         if self.closed:
             raise EpEpochClosed(self.closed)
+        self.broadcaster.check()
 
     def _take(self, results: Results) -> None:
         for update in results.updates:

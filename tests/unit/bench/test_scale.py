@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from ep_runtime.bench.plots import save
 from ep_runtime.bench.scale import default_worlds, earlier, ended, run_ranks
 from ep_runtime.bench.scale_rows import decode_rows, other_rows
 from ep_runtime.bench.scale_shares import imbalance, kernel_share
+from tests.support.python_path import python_path
 
 FLAGS = [
     "--layouts",
@@ -70,8 +73,9 @@ def test_one_and_eight_ranks_on_the_cpu_are_measured_once(tmp_path: Path) -> Non
     assert json.loads(out.read_text()) == result
 
 
-def test_a_part_that_fails_is_kept_with_its_last_words() -> None:
-    found = run_ranks("ep_runtime.bench", 1, ["decode", "--model", "/nowhere/config.json"], 300.0)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_part_that_fails_is_kept_with_its_last_words(ranks: int) -> None:
+    found = run_ranks("ep_runtime.bench", ranks, ["decode", "--model", "/nowhere/config.json"], 300.0)
     assert "exit status 1" in found["failed"]
     assert "/nowhere" in found["failed"]
 
@@ -80,6 +84,37 @@ def test_a_part_that_takes_too_long_is_ended() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     assert ended(process, 0.05) is None
     assert process.returncode is not None
+
+
+STARTS_A_PART = """
+from ep_runtime.bench.__main__ import end_what_was_started
+from ep_runtime.bench.scale import run_ranks
+
+end_what_was_started()
+run_ranks("endless", 1, [], 300.0)
+"""
+ENDLESS = """
+import os, signal
+
+os.write(os.open(os.environ["PIPE"], os.O_WRONLY), b".")
+signal.alarm(200)
+signal.pause()
+"""
+
+
+def test_a_part_ends_with_what_has_started_it(tmp_path: Path) -> None:
+    """The part alone writes into a pipe, whose end tells that it is gone."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    environment = os.environ | {"PYTHONPATH": python_path(tmp_path), "PIPE": str(pipe)}
+    environment.pop("RANK", None)
+    process = subprocess.Popen([sys.executable, "-P", "-c", STARTS_A_PART], env=environment)
+    with pipe.open("rb", buffering=0) as written:
+        assert written.read(1) == b"."
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert select.select([written], [], [], 60)[0]
+        assert written.read(1) == b""
 
 
 def test_only_results_of_scale_are_gone_on_with(tmp_path: Path) -> None:

@@ -159,6 +159,15 @@ def test_a_rank_that_leaves_after_it_was_sent_to_is_found() -> None:
             ranks.broadcaster.settle()
 
 
+def test_a_look_that_finds_a_rank_gone_says_why_it_went() -> None:
+    with ranks_of(2) as ranks:
+        ranks.launch()
+        ranks.answer(1, AckStatus.FAILED)
+        ranks.workers[1].close()
+        with pytest.raises(EpPeerGone, match=r"rank 1 is gone.*after it acked FAILED broken"):
+            ranks.broadcaster.check()
+
+
 def test_a_failure_of_this_rank_is_judged_at_once() -> None:
     with ranks_of(2) as ranks:
         ranks.executor.error = ValueError("broken")
