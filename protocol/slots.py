@@ -103,9 +103,9 @@ def _prepare_forward(command: Forward, slots: SlotTable, limits: SlotLimits) -> 
         if span.new_blocks:
             blocks += len(span.new_blocks)
             _check_new(name, slot, span.new_blocks, given, slots, limits)
-            most = limits.blocks_for(state.token_budget)
-            if blocks > most:
-                raise EpCommandFailed(f"{name}: slot {slot} would have {blocks} blocks, its budget fills {most}")
+            filled = limits.blocks_for(state.token_budget)
+            if blocks > filled:
+                raise EpCommandFailed(f"{name}: slot {slot} would have {blocks} blocks, its budget fills {filled}")
         if end > blocks * size:
             raise EpCommandFailed(f"{name}: slot {slot} would have {end} rows in {blocks} blocks of {size}")
     if rows > limits.max_rows:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from ep_runtime.engine.peers import Peers
     from kernels.peer_memory import PeerMemory
 
+DEADLINE_SECONDS = 60.0
+"""For one cell, compilation included: a sum that waits for ever ends the benchmark, and leaves the device."""
+
 CHECKS = 4
 """Calls that are compared in a row: each half of a buffer is used twice."""
 
@@ -75,7 +78,7 @@ def cpu_cells(group: GroupCommunicator, exchange: Exchange, problems: Sequence[P
     """Through sockets, then through memory that the ranks share."""
     for way in ("gloo", "host memory"):
         if way == "host memory":
-            group.join_host(exchange)
+            group.join_host(exchange, DEADLINE_SECONDS)
         for problem in problems:
             cells = [_reduce_cell(group, problem, way), _gather_cell(group.gather_to_head, group.rank, problem, way)]
             yield from (cell for cell in cells if only in cell.collective)

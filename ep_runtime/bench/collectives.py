@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from ep_runtime.bench import plots, report
-from ep_runtime.bench.collective_cells import Cell, Problem, cpu_cells, gpu_cells
+from ep_runtime.bench.collective_cells import DEADLINE_SECONDS, Cell, Problem, cpu_cells, gpu_cells
 from ep_runtime.bench.session import numbers
 from ep_runtime.engine.comm import GroupCommunicator, form_group, open_store
 from ep_runtime.engine.main import pick_device
@@ -24,9 +24,6 @@ from ep_runtime.supervise.place import Place, read_place
 
 # torch's type stubs leave out the rendezvous.
 _torch: Any = distributed
-
-DEADLINE_SECONDS = 60.0
-"""For one cell, compilation included: a sum that waits for ever ends the benchmark, and leaves the device."""
 
 SKEW_SECONDS = 300e-6
 """Most by which a rank begins a replay late, as ranks begin a step."""

@@ -135,10 +135,10 @@ class Broadcaster:
     def check(self) -> None:
         """Without waiting: raise `EpLinkLost` if a worker is gone, the epoch is over, or the last command's outcomes say so.
 
-        For waits between commands.
+        For waits between commands. A rank whose outcome has not come by the command's deadline may be why this one waits.
         """
         self._links.check()
-        if self._unjudged is not None and self._links.answered:
+        if self._unjudged is not None and (self._links.answered or time.monotonic() > self._unjudged[1]):
             self.settle()
 
     def _count_votes(self, ballot: Ack, step: int, deadline: float) -> bool:

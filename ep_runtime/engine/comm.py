@@ -98,9 +98,12 @@ class GroupCommunicator:
             total += part
         return total.to(partial.dtype)
 
-    def join_host(self, exchange: Exchange) -> None:
-        """Share memory with the other ranks of this host, so that small tensors need no sockets. Every rank calls it."""
-        self._host = share_memory(exchange, rank=self.rank, world=self.world, check=self._check)
+    def join_host(self, exchange: Exchange, timeout_s: float) -> None:
+        """Share memory with the other ranks of this host, so that small tensors need no sockets. Every rank calls it.
+
+        `timeout_s` ends a wait there that nothing else has ended, as that of `form_group` does over Gloo.
+        """
+        self._host = share_memory(exchange, rank=self.rank, world=self.world, check=self._check, timeout_s=timeout_s)
 
     def join_peers(self, exchange: Exchange, peers: list[Peers]) -> None:
         """Show this rank's memory (for sums, logits, shards) to the other GPUs of the host, and see theirs. Every rank calls it."""

@@ -248,6 +248,7 @@ def _communicator(
 ) -> EpochCommunicator:
     if place.world == 1:
         return LoneRank()
+    timeout_s = max(rank.config.command_timeout, rank.config.warm_timeout) + BACKSTOP_SECONDS
     exchange(b"")  # from here on every rank is there: what cannot be cut short takes no longer than connecting
     group = form_group(
         place.store,
@@ -256,7 +257,7 @@ def _communicator(
         world=place.world,
         device=rank.device,
         host=place.host,
-        timeout_s=max(rank.config.command_timeout, rank.config.warm_timeout) + BACKSTOP_SECONDS,
+        timeout_s=timeout_s,
         check=check,
         page=page,
     )
@@ -266,7 +267,7 @@ def _communicator(
             peers = rank.resident.peers(rank.parallel.rank, place.world, rank.device, rank.dtype)
             group.join_peers(exchange, peers)
         if rank.device.type == "cpu" and place.one_host and host_memory.available():
-            group.join_host(exchange)
+            group.join_host(exchange, timeout_s)
         undo.pop_all()
     return group
 

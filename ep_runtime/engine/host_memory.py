@@ -21,6 +21,8 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
+from protocol.errors import EpDeadline
+
 log = logging.getLogger(__name__)
 
 Exchange = Callable[[bytes], list[bytes]]
@@ -51,12 +53,16 @@ def available() -> bool:
 
 
 class HostMemory:
-    """One rank's view of the shared regions. `check` raises when the epoch is over; a wait calls it every 20 ms."""
+    """One rank's view of the shared regions. `check` raises when the epoch is over; a wait calls it every 20 ms.
 
-    def __init__(self, memory: mmap.mmap, *, rank: int, world: int, check: Callable[[], None]) -> None:
+    `EpDeadline` ends a wait of `timeout_s` seconds that nothing else has ended.
+    """
+
+    def __init__(self, memory: mmap.mmap, *, rank: int, world: int, check: Callable[[], None], timeout_s: float) -> None:
         self._rank = rank
         self._world = world
         self._check = check
+        self._timeout_s = timeout_s
         self._turn = 0
         counters = np.frombuffer(memory, dtype=np.int64, count=world * COUNTER_BYTES // 8)
         self._counters = counters[:: COUNTER_BYTES // 8]
@@ -81,7 +87,7 @@ class HostMemory:
     def _wait(self) -> None:
         counters, turn = self._counters, self._turn
         looks = 0
-        checked = 0.0
+        checked, checks = 0.0, 0
         for rank in range(self._world):
             while counters[rank] < turn:
                 looks += 1
@@ -94,10 +100,14 @@ class HostMemory:
                 if now - checked > CHECK_S:
                     checked = now
                     self._check()
+                    # Checks are counted, and not seconds: those in which this process stood still do not count.
+                    checks += 1
+                    if checks * CHECK_S > self._timeout_s:
+                        raise EpDeadline(f"rank {rank} did not come to a collective within {self._timeout_s:g} s")
                 time.sleep(NAP_S)
 
 
-def share_memory(exchange: Exchange, *, rank: int, world: int, check: Callable[[], None]) -> HostMemory | None:
+def share_memory(exchange: Exchange, *, rank: int, world: int, check: Callable[[], None], timeout_s: float) -> HostMemory | None:
     """Zeroed memory of all ranks, which every rank asks for; None on all of them when any of them cannot map it.
 
     It has no name in any file system: it ends with the last process that maps it, however that ends.
@@ -117,7 +127,7 @@ def share_memory(exchange: Exchange, *, rank: int, world: int, check: Callable[[
             log.warning("ranks %s cannot map shared memory: sums go through sockets", ", ".join(missing))
         return None
     assert memory is not None
-    return HostMemory(memory, rank=rank, world=world, check=check)
+    return HostMemory(memory, rank=rank, world=world, check=check, timeout_s=timeout_s)
 
 
 def _size(world: int) -> int:

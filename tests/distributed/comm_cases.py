@@ -47,7 +47,7 @@ def _group(ctx: RankContext, shared: bool, check: Callable[[], None] = lambda: N
         check=check,
     )
     if shared:
-        group.join_host(exchange_of(ctx))
+        group.join_host(exchange_of(ctx), 60.0)
     return group
 
 

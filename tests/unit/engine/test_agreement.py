@@ -14,6 +14,9 @@ import torch
 from ep_runtime.engine.graphs import captured_everywhere
 from ep_runtime.engine.host_memory import NONCE_BYTES, HostMemory, share_memory
 from model.base import SingleRank
+from protocol.errors import EpDeadline, EpEpochClosed
+
+LONG_S = 20.0
 
 
 class SecondRank(SingleRank):
@@ -39,8 +42,16 @@ def test_a_step_is_replayed_where_every_rank_has_captured_it() -> None:
 class Meeting:
     """Ranks as threads of this process, and their exchange; `spoil` changes what one rank is told."""
 
-    def __init__(self, world: int, spoil: Callable[[int, list[bytes]], list[bytes]] = lambda rank, shares: shares) -> None:
+    def __init__(
+        self,
+        world: int,
+        spoil: Callable[[int, list[bytes]], list[bytes]] = lambda rank, shares: shares,
+        *,
+        check: Callable[[], None] = lambda: None,
+        timeout_s: float = LONG_S,
+    ) -> None:
         self.world = world
+        self._check, self._timeout_s = check, timeout_s
         self._spoil = spoil
         self._barrier = threading.Barrier(world, timeout=10)
         self._shares = [b""] * world
@@ -53,7 +64,7 @@ class Meeting:
             self._barrier.wait()
             return shares
 
-        return share_memory(exchange, rank=rank, world=self.world, check=lambda: None)
+        return share_memory(exchange, rank=rank, world=self.world, check=self._check, timeout_s=self._timeout_s)
 
     def run(self, each: Callable[[int], Any]) -> list[Any]:
         with ThreadPoolExecutor(self.world) as ranks:
@@ -70,6 +81,23 @@ def test_ranks_that_can_map_the_memory_sum_through_it_until_they_drop_it() -> No
         assert all(torch.equal(torch.stack(seen), torch.stack(parts)) for seen in found)
     memories.clear()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_wait_for_a_rank_that_does_not_come_ends_in_time_and_with_the_epoch() -> None:
+    """Where no coordinator judges it. A rank may come as late as that; a sum that has ended so is the last."""
+    meeting = Meeting(2, timeout_s=0.1)
+    first, second = meeting.run(meeting.share)
+    with pytest.raises(EpDeadline, match=r"rank 1 did not come to a collective within 0\.1 s"):
+        first.exchange(torch.ones(3))
+    assert [part.tolist() for part in second.exchange(torch.zeros(3))] == [[1.0] * 3, [0.0] * 3]
+
+    def over() -> None:
+        raise EpEpochClosed("over")
+
+    meeting = Meeting(2, check=over)
+    memories = meeting.run(meeting.share)
+    with pytest.raises(EpEpochClosed):
+        memories[1].exchange(torch.ones(3))
 
 
 def another_file(rank: int, shares: list[bytes]) -> list[bytes]:

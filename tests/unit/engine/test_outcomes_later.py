@@ -17,7 +17,7 @@ from ep_runtime.engine.pending import PendingStep
 from protocol.ack import Ack, AckStatus, ErrorCode
 from protocol.channel import Channel, never_closed
 from protocol.commands import BATCH, Body, Decode, Ping, Span, Wanted
-from protocol.errors import EpCommandFailed, EpDiverged, EpPeerGone, EpRankFailed
+from protocol.errors import EpCommandFailed, EpDeadline, EpDiverged, EpPeerGone, EpRankFailed
 from protocol.frame import decode
 from protocol.links import HeadLinks, WorkerLink
 from protocol.progress import Phase, ProgressPage
@@ -70,6 +70,12 @@ class Ranks:
 
     def launch(self, command: Body = STEP) -> None:
         self.broadcaster.run(command, BATCH, later=True)
+
+    def look_for(self, seconds: float) -> None:
+        """Look so long, as one who waits for something else."""
+        end = monotonic() + seconds
+        while monotonic() < end:
+            self.broadcaster.check()
 
     def answer(self, rank: int, status: AckStatus = AckStatus.OK, collectives: int = 1) -> int:
         """Take the rank's next frame and ack it; its step."""
@@ -149,6 +155,23 @@ def test_the_page_says_when_acks_are_waited_for() -> None:
         ranks.answer(1)
         ranks.broadcaster.settle()
         assert ranks.page.read().phase is Phase.ACKNOWLEDGING
+
+
+def test_a_rank_that_does_not_answer_in_time_is_found_by_who_waits_for_something_else() -> None:
+    """For a device, say, whose step waits for that rank."""
+    with ranks_of(3) as ranks:
+        ranks.broadcaster.run(STEP, BATCH, later=True, deadline_s=0.05)
+        ranks.answer(1)
+        with pytest.raises(EpDeadline, match=r"acks of epoch 0 step 0 from ranks 2 .*step 0, DECODE"):
+            ranks.look_for(LONG_S)
+
+
+def test_who_is_slow_to_look_finds_an_answer_that_came_in_time() -> None:
+    with ranks_of(2) as ranks:
+        ranks.broadcaster.run(STEP, BATCH, later=True, deadline_s=0.0)
+        ranks.answer(1)
+        ranks.broadcaster.check()
+        ranks.broadcaster.settle()
 
 
 def test_a_rank_that_leaves_after_it_was_sent_to_is_found() -> None:

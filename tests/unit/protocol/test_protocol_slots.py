@@ -109,6 +109,7 @@ REFUSED = {
     "a forward of an empty slot": (PrefillChunk(spans=[span(3, 0, 1, (5,))]), BATCH, "slot 3 is EMPTY, not ACTIVE"),
     "a forward of a poisoned slot": (Decode(spans=[span(2, 2, 1)]), BATCH, "slot 2 is POISONED"),
     "a forward out of range": (Decode(spans=[span(4, 0, 1)]), BATCH, "slot is 4"),
+    "a forward out of range behind a new block": (Mixed(spans=[span(0, 10, 3, (5,)), span(4, 0, 1)]), BATCH, "slot is 4"),
     "a slot named twice": (Decode(spans=[span(0, 10, 1), span(0, 11, 1)]), BATCH, "slot 0 is named twice"),
     "length past the budget": (Mixed(spans=[span(1, 4, 5, (5, 6))]), BATCH, "would have 9 rows, its budget is 8"),
     "fed without a sampled row": (Decode(spans=[span(1, 4, 1, (5,), fed=True)]), BATCH, "was not sampled"),
