@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from ep_runtime.bench.layer_problems import PROBLEMS, Problem
+from ep_runtime.bench.layer_problem import Problem
+from ep_runtime.bench.layer_problems import PROBLEMS
 from ep_runtime.bench.report import environment, table, write
 from ep_runtime.bench.timing import floor_us, time_us
 

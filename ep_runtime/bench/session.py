@@ -24,7 +24,8 @@ from ep_runtime.bench.steps import Arrival
 from ep_runtime.bench.vision_encoder import matrix_peak
 from ep_runtime.config import ATTENTION_LAYOUTS
 from ep_runtime.engine.main import collect_garbage, pick_device
-from ep_runtime.offline import LLM, SamplingParams
+from ep_runtime.offline.llm import LLM
+from ep_runtime.offline.samples import SamplingParams
 from ep_runtime.scheduler.core import Plan, SchedulerLimits
 from ep_runtime.scheduler.scheduler import Scheduler
 from ep_runtime.supervise.place import read_place

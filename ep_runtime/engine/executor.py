@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from ep_runtime.engine.batches import batch_of, loop_rows, place_tokens, wanted_rows
 from ep_runtime.engine.block_tables import BlockTables
 from ep_runtime.engine.digest import StateDigest, log_slots, read_sums
 from ep_runtime.engine.graphs import DecodeGraphs, columns_of
-from ep_runtime.engine.own_rows import all_own, batch_of, idle_but_own, own_rows
+from ep_runtime.engine.own_rows import idle_but_own, own_rows
+from ep_runtime.engine.rehearsal import rehearse
 from ep_runtime.engine.staging import upload
 from ep_runtime.engine.vision.forward import batch_positions, inserted_rows, placeholder_fault
 from ep_runtime.engine.vision.rows import VisionRows
 from model.base import Communicator
-from model.batch import ForwardBatch, ForwardOutput, LoopRows
+from model.batch import ForwardBatch, ForwardOutput
 from model.state.checksum import checksum, mix
-from protocol.commands import Alloc, Body, Copy, Digest, Forward, Free, Span, Vision, Wanted, Warm
+from protocol.commands import Alloc, Body, Copy, Digest, Forward, Free, Vision, Wanted, Warm
 from protocol.errors import EpCommandFailed
 from protocol.preamble import RECORD_ROUTING
 from protocol.sections import pack_sections
@@ -60,9 +62,6 @@ class EpochCommunicator(Communicator, Protocol):
         """Leave the group; never waits for another rank."""
         ...
 
-
-REHEARSED_ROWS = 64
-"""Of a piece beside a single row."""
 
 RECORDED = ("routing", "inputs", "outputs")
 """What a forward's output has beyond its results when the command asks for it, as sections of a digest."""
@@ -334,83 +333,8 @@ class Executor:
         log.info("warm: connected in %.2f s, captured in %.2f s, rehearsed in %.2f s", *parts)
 
     def rehearse(self) -> None:
-        """Run the largest step, and one of single rows beside a piece: libraries load code late, and memory is taken late.
-
-        It is for WARM, when no slot is held. All rows share a block; it and the slots' recurrent states are zero again afterwards.
-        Where ranks divide the sequences, each takes all of these for its own.
-        """
-        limits = self.limits
-        slots = limits.slots_of_owner
-        longest = min(limits.max_length, limits.max_rows)
-        whole = max(1, min(limits.max_rows // longest, slots))
-        for lengths in ([longest] * whole, [1, min(longest, REHEARSED_ROWS)][-slots:]):
-            batch = ForwardBatch.from_spans(
-                query_lens=lengths,
-                seq_lens=lengths,
-                slots=range(len(lengths)),
-                block_tables=[[0] * limits.blocks_for(length) for length in lengths],
-                kv_write_from=[0] * len(lengths),
-                wanted_rows=[sum(lengths) - 1],
-                token_ids=torch.zeros(sum(lengths), dtype=torch.int64, device=self._device),
-                block_size=limits.block_size,
-                device=self._device,
-            )
-            self._model.forward(batch if limits.owners == 1 else all_own(batch), self._state, self.comm)
-            for slot in range(len(lengths)):
-                self._state.zero_slot(slot)
-            self._state.zero_block(0)
-
-
-def place_tokens(command: Forward, tokens: np.ndarray, first_rows: np.ndarray) -> tuple[np.ndarray, list[int], list[int]]:
-    """Lay out the given tokens over the rows.
-
-    Returns:
-        token ids `[T]` int64 with 0 at fed rows, the rows to feed, and the slots they are fed from.
-    """
-    total = sum(span.length for span in command.spans)
-    if len(tokens) == total:
-        return tokens.astype(np.int64), [], []
-    out = np.zeros(total, dtype=np.int64)
-    fed_rows: list[int] = []
-    fed_slots: list[int] = []
-    given = 0
-    for span, row in zip(command.spans, first_rows.tolist(), strict=True):
-        count = span.length - span.fed
-        if span.fed:
-            fed_rows.append(row)
-            fed_slots.append(span.slot)
-        out[row + span.fed : row + span.length] = tokens[given : given + count]
-        given += count
-    return out, fed_rows, fed_slots
-
-
-def loop_rows(spans: Sequence[Span], states: Sequence[SequenceState]) -> LoopRows | None:
-    """How often the core runs for each span; None when it runs once for all of them."""
-    loops = [state.loops for state in states]
-    if all(one is None for one in loops):
-        return None
-    return LoopRows(
-        most=tuple(1 if one is None else one.most for one in loops),
-        thresholds=tuple(() if one is None else tuple(one.thresholds) for one in loops),
-        depth=tuple(span.depth for span in spans),
-        prompt=tuple(span.start < state.prompt_length for span, state in zip(spans, states, strict=True)),
-    )
-
-
-def wanted_rows(command: Forward, first_rows: np.ndarray) -> list[int]:
-    """The rows of the batch whose logits the command wants, in row order."""
-    rows: list[int] = []
-    for span, first in zip(command.spans, first_rows.tolist(), strict=True):
-        match span.wanted:
-            case Wanted.NONE:
-                pass
-            case Wanted.LAST:
-                rows.append(first + span.length - 1)
-            case Wanted.ALL:
-                rows.extend(range(first, first + span.length))
-            case offsets:
-                rows.extend(first + offset for offset in offsets)
-    return rows
+        """Run the largest steps; see `rehearsal`. It is for WARM, when no slot is held."""
+        rehearse(self._model, self._state, self.comm, self.limits, self._device)
 
 
 def _active(slots: SlotTable, slot: int) -> SequenceState:

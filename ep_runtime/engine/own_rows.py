@@ -11,37 +11,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ep_runtime.engine.batches import batch_of
 from ep_runtime.engine.staging import upload
 from model.batch import ForwardBatch, OwnRows
 from protocol.commands import Span
 from protocol.slots import SequenceState
-
-
-def batch_of(
-    spans: Sequence[Span],
-    states: Sequence[SequenceState],
-    slots: Sequence[int],
-    token_ids: torch.Tensor,
-    *,
-    block_size: int,
-    positions: np.ndarray | None,
-    wanted: Sequence[int] = (),
-    inserted: tuple[np.ndarray, torch.Tensor] | None = None,
-) -> ForwardBatch:
-    """The batch of some spans with the states of their sequences, whose numbers are `slots`; `token_ids` `[T]` are theirs."""
-    return ForwardBatch.from_spans(
-        query_lens=[span.length for span in spans],
-        seq_lens=[span.start + span.length for span in spans],
-        slots=slots,
-        block_tables=[state.blocks for state in states],
-        kv_write_from=[state.shared_blocks * block_size for state in states],
-        wanted_rows=wanted,
-        token_ids=token_ids,
-        block_size=block_size,
-        device=token_ids.device,
-        positions=positions,
-        inserted=inserted,
-    )
 
 
 def own_rows(

@@ -151,11 +151,11 @@ def together(
             if live and rng.random() < aborts:
                 driver.send(Abort([rng.choice(live)]))
             driver.turn()
-            driver.head._sampler.check_integrity()
+            driver.sampler.check_integrity()
             turns += 1
             assert turns < 5000, "requests do not end"
         driver.finish()
-        driver.head._sampler.check_integrity()
+        driver.sampler.check_integrity()
         stats = driver.scheduler.stats()
         return {
             "answers": {request_id: asdict(answer) for request_id, answer in driver.answers.items()},

@@ -83,11 +83,11 @@ def _ghost(driver: Driver) -> None:
 
 
 def _sampling_slot(driver: Driver) -> None:
-    driver.head._sampling_slots.add(2)
+    driver.head._launcher.sampling_slots.add(2)
 
 
 def _penalty_row(driver: Driver) -> None:
-    driver.head._sampler._penalties.take([5], [])
+    driver.sampler._penalties.take([5], [])
 
 
 DAMAGE: dict[str, Callable[[Driver], None]] = {
@@ -120,7 +120,7 @@ def idle(ctx: RankContext, *, folder: str, damage: str, **settings: Any) -> Any:
             DAMAGE[damage](driver)
             for _ in range(3):
                 # A second goes by.
-                driver.head._last_command -= 1.1
+                driver.head._upkeep._last_command -= 1.1
                 try:
                     driver.head.turn(0.0)
                 except EpLinkLost as error:
@@ -152,7 +152,7 @@ def wrong_index(ctx: RankContext, *, folder: str, **settings: Any) -> Any:
                 return None
             driver.submit("0", prompt=[5, 6, 7], max_tokens=3)
             driver.finish()
-            driver.head._last_command -= 1.1
+            driver.head._upkeep._last_command -= 1.1
             driver.turn()
             return "nothing was noticed"
     except EpLinkLost as error:

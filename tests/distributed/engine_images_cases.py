@@ -42,7 +42,7 @@ class Record:
         self._run, self._launched = driver.broadcaster.run, driver.scheduler.launched
         driver.broadcaster.run = self.run  # type: ignore[method-assign]
         driver.scheduler.launched = self.launched  # type: ignore[method-assign]
-        encoder = driver.head._encoder
+        encoder = driver.encoder
         assert encoder is not None
         encoder._slice_cost = SLICE_COST
         tower, rows = encoder._tower, encoder._tower.rows
@@ -107,8 +107,8 @@ def settle(driver: Driver) -> None:
     """Turn until everything is answered; then all ranks hold the same, and the head's books are empty."""
     driver.finish()
     driver.turn()
-    driver.head._compare()
-    driver.head._check_books()
+    driver.head._upkeep.compare()
+    driver.head._upkeep.check_books()
 
 
 def serve(
@@ -160,7 +160,7 @@ def abort_some(ctx: RankContext, *, folder: str, requests: dict[str, Request], m
         if driver is None:
             return None
         record = Record(driver)
-        encoder = driver.head._encoder
+        encoder = driver.encoder
         assert encoder is not None
         for name, request in requests.items():
             submit(driver, name, request, [])

@@ -103,7 +103,7 @@ def abort_storm(
         storm = Storm(driver, random.Random(seed), requests)
         storm.blow(submissions)
         driver.finish()
-        driver.head._sampler.check_integrity()
+        driver.sampler.check_integrity()
         stats = driver.scheduler.stats()
         assert (stats.running, stats.waiting) == (0, 0)
         assert not driver.head.requests.ids()

@@ -52,9 +52,9 @@ def late_mask(ctx: RankContext, *, folder: str, plain: list[dict[str, Any]], com
         while any(answer.finish is None for name, answer in driver.answers.items() if name != "masked"):
             driver.turn()
         before = len(driver.answers["masked"].tokens), driver.answers["masked"].finish
-        driver.head._mask_deadline_s = 0.02
+        driver.head._inbox.mask_deadline_s = 0.02
         if comes:
-            driver.head._mask_deadline_s = 30.0
+            driver.head._inbox.mask_deadline_s = 30.0
             while driver.answers["masked"].finish is None:
                 tokens = driver.answers["masked"].tokens
                 driver.send(Mask("masked", len(tokens), grammar_mask([5, 6, 7], tokens)))
@@ -75,16 +75,16 @@ def congested(ctx: RankContext, *, folder: str, requests: list[dict[str, Any]], 
             driver.turn()
         names = _counting(driver)
         driver.port.congested = True
-        driver.head._mask_deadline_s = 0.01
+        driver.head._inbox.mask_deadline_s = 0.01
         pings = 0
         for _ in range(20):
             driver.turn()
-            driver.head._last_command -= 0.6
+            driver.head._upkeep._last_command -= 0.6
             pings += driver.page.read().phase is Phase.WAITING
         stalled = list(names)
         time.sleep(0.02)
         driver.port.congested = False
-        driver.head._mask_deadline_s = 30.0
+        driver.head._inbox.mask_deadline_s = 30.0
         while driver.answers["masked"].finish is None:
             tokens = driver.answers["masked"].tokens
             driver.send(Mask("masked", len(tokens), grammar_mask([5, 6, 7], tokens)))

@@ -108,17 +108,19 @@ class Driver:
         self.port = LocalPort(self._take)
         limits = scheduler_limits(rank, epoch.limits)
         self.scheduler = Scheduler(limits)
+        self.sampler = Sampler(rank.spec.vocab_size, limits.max_slots, rank.device, limits.eos_token_ids)
+        self.encoder = image_encoder(rank, epoch.executor)
         self.head = Head(
             broadcaster=broadcaster,
             scheduler=self.scheduler,
-            sampler=Sampler(rank.spec.vocab_size, limits.max_slots, rank.device, limits.eos_token_ids),
+            sampler=self.sampler,
             port=self.port,
             epoch=0,
             digest_interval=digest_interval,
             read_when_ready=not lookahead,
             page=self.page,
             check_epoch=self._check_epoch,
-            encoder=image_encoder(rank, epoch.executor),
+            encoder=self.encoder,
         )
         self.head.warm(warm_buckets(rank), rank.config.warm_timeout)
 

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from ep_runtime.config import PER_PROCESS, Facts, RuntimeConfig, localise, resolve
 from ep_runtime.engine.peers import BUFFER_BYTES
-from ep_runtime.offline import OFFLINE_TOKENS
+from ep_runtime.offline.llm import OFFLINE_TOKENS
 from ep_runtime.settings import ConfigRefused, read_config
 
 CPU = Facts(gpus=0, cores=8)

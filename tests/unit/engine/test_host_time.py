@@ -37,7 +37,7 @@ class Clock:
         self.now = 100.0
         self.slept = 0.0
         monkeypatch.setattr("ep_runtime.engine.busy.monotonic", lambda: self.now)
-        monkeypatch.setattr("ep_runtime.engine.head.time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr("ep_runtime.engine.in_flight.time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
 
     def sleep(self, seconds: float) -> None:
         self.now += 1.0

@@ -102,7 +102,7 @@ def send(driver: Driver, name: str, prompt: VisionPrompt, max_tokens: int = 6, *
 
 
 def tower_of(driver: Driver) -> Any:
-    encoder = driver.head._encoder
+    encoder = driver.encoder
     assert encoder is not None
     return encoder._tower
 
@@ -171,7 +171,7 @@ def record_commands(driver: Driver) -> list[Any]:
 
 def slow(driver: Driver) -> list[str]:
     """Have the encoder run one block a slice; returns what its tower does from now on."""
-    encoder = driver.head._encoder
+    encoder = driver.encoder
     assert encoder is not None
     encoder._slice_cost = 0.0
     calls: list[str] = []
@@ -273,7 +273,7 @@ def test_an_aborted_request_ends_its_pass_and_a_shutdown_does_not_wait_for_one(v
         driver.send(Abort(["gone"]))
         driver.finish()
         driver.turn()
-        encoder = driver.head._encoder
+        encoder = driver.encoder
         assert encoder is not None
         assert not encoder.busy
         assert "rows" not in calls
