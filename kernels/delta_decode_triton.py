@@ -199,31 +199,65 @@ def _add_three(a, b, c, d, e, f):
 
 
 @triton.jit
+def _places(
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, WARPS_DOWN: tl.constexpr, WARPS_ACROSS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Rows and columns of a state's elements, as a matrix `[ROWS * WARPS * LANES, COLUMNS]`."""
+    part = tl.arange(0, ROWS * WARPS * LANES)[:, None]
+    at_row = (part % LANES * WARPS_DOWN + part // (LANES * WARPS_ACROSS) % WARPS_DOWN) * ROWS + part // (LANES * WARPS)
+    return at_row, part // LANES % WARPS_ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def _beside_rows(vector, element, ROWS: tl.constexpr, WARPS_DOWN: tl.constexpr, LANES: tl.constexpr):
+    """A query or key, one element beside each row of a state. A gather keeps its operand's layout, one channel a thread, from
+    being that of the state, many a thread."""
+    return tl.permute(tl.reshape(tl.gather(vector, element, 0), [LANES, WARPS_DOWN, ROWS]), (2, 1, 0))[:, :, None, :, None]
+
+
+@triton.jit
+def _beta_and_decay(x, head, rate, bias, VALUE_HEADS: tl.constexpr):
+    """How much of a correction is written, and what is left of the state; `x` is where the inputs of both begin."""
+    beta = tl.sigmoid(tl.load(x + head).to(tl.float32))
+    step = tl.load(x + VALUE_HEADS + head).to(tl.float32) + bias
+    return beta, tl.exp(rate * tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0)))))
+
+
+@triton.jit
+def _delta_rule(state, query, key, value, q_unit, k_unit, both, beta, decay):
+    """The new state and what the query reads from it. With S the state before, a the decay and u the correction, the new state's
+    S' q is a S q + u (k q): one sum over rows."""
+    of_key, of_query = tl.reduce((state * key, state * query), 0, _add_two)
+    of_key, of_query = tl.reduce((of_key, of_query), 2, _add_two)
+    of_key, of_query = tl.reduce((of_key, of_query), 0, _add_two)
+    correction = (value - decay * k_unit * of_key) * beta
+    result = decay * q_unit * of_query + both * q_unit * k_unit * correction
+    return state * decay + key * (k_unit * correction)[None, None, :, None, :], result
+
+
+@triton.jit
+def _count_in(turn, thread, squares):
+    """How many have counted before, for thread 0. A program counts with what its sums of squares give (always 1), which waits for
+    the loads and for nothing else. The answer stays with one thread until it is needed; a scalar's would be awaited here."""
+    one = tl.where(squares < 0.0, 2, 1)
+    return tl.atomic_add(turn + thread, one, mask=thread == 0, sem="relaxed")
+
+
+@triton.jit
+def _store_out(out, result, norm, z, eps, VALUE_DIM: tl.constexpr):
+    """What the query read, normalised and through its gate."""
+    scale = tl.rsqrt(tl.sum(tl.sum(result * result, 1), 0) / VALUE_DIM + eps)
+    result = tl.reshape(result, [VALUE_DIM]) * (norm * z * tl.sigmoid(z)) * scale
+    tl.store(out, result.to(out.dtype.element_ty))
+
+
+@triton.jit
 def _delta_decode_kernel(
-    projected,
-    conv_state,
-    h,
-    slots,
-    rows,
-    conv_weight,
-    a_log,
-    dt_bias,
-    norm_weight,
-    turns,
-    out,
-    row_stride,
-    eps,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    SCALE: tl.constexpr,
-    WARPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    projected, conv_state, h, slots, rows, conv_weight, a_log, dt_bias, norm_weight, turns, out, row_stride, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr, SCALE: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     WIDTH: tl.constexpr = VALUE_HEADS * VALUE_DIM
     head, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -241,9 +275,7 @@ def _delta_decode_kernel(
     WARPS_DOWN: tl.constexpr = WARPS // WARPS_ACROSS
     LANES: tl.constexpr = min(KEY_DIM // WARPS_DOWN, max(1, 128 // COLUMNS))
     ROWS: tl.constexpr = KEY_DIM // (LANES * WARPS_DOWN)
-    part = tl.arange(0, ROWS * WARPS * LANES)[:, None]
-    at_row = (part % LANES * WARPS_DOWN + part // (LANES * WARPS_ACROSS) % WARPS_DOWN) * ROWS + part // (LANES * WARPS)
-    at_column = part // LANES % WARPS_ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    at_row, at_column = _places(COLUMNS, ROWS, WARPS, WARPS_DOWN, WARPS_ACROSS, LANES)
     cell = h + (held * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + at_row * VALUE_DIM + at_column
     # The kernel before writes neither pools nor weights, so that their loads start before it ends.
     q_inputs = _carried(carried, q_channel, TAPS)
@@ -269,34 +301,20 @@ def _delta_decode_kernel(
     x = projected + row * row_stride
     q_newest, k_newest, v_newest = tl.load(x + q_channel), tl.load(x + k_channel), tl.load(x + v_channel)
     z = tl.load(x + CHANNELS + head * VALUE_DIM + column).to(tl.float32)
-    beta = tl.sigmoid(tl.load(x + CHANNELS + WIDTH + head).to(tl.float32))
-    step = tl.load(x + CHANNELS + WIDTH + VALUE_HEADS + head).to(tl.float32) + bias
-    decay = tl.exp(rate * tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0)))))
+    beta, decay = _beta_and_decay(x + CHANNELS + WIDTH, head, rate, bias, VALUE_HEADS)
     query, key = _activated(q_newest, q_before, q_factor), _activated(k_newest, k_before, k_factor)
     q_square, k_square, both = tl.reduce((query * query, key * key, query * key), 0, _add_three)
     q_unit, k_unit = tl.rsqrt(q_square + 1e-6) * SCALE, tl.rsqrt(k_square + 1e-6)
-    # Whichever program of a key head comes last moves its inputs on. All it has to know is that the others have theirs: they count
-    # with what the sums give (always 1), which waits for the loads and for nothing else. The answer stays with one thread until it
-    # is needed; a scalar's would be awaited here.
+    # Whichever program of a key head comes last moves its inputs on. All it has to know is that the others have theirs.
     turn, thread = turns + entry * KEY_HEADS + key_head, tl.arange(0, 32 * WARPS)
-    one = tl.where(q_square + k_square < 0.0, 2, 1)
-    earlier = tl.atomic_add(turn + thread, one, mask=thread == 0, sem="relaxed")
-    # A gather keeps its operand's layout, one channel a thread, from being that of the state, many a thread.
-    query = tl.permute(tl.reshape(tl.gather(query, element, 0), [LANES, WARPS_DOWN, ROWS]), (2, 1, 0))[:, :, None, :, None]
-    key = tl.permute(tl.reshape(tl.gather(key, element, 0), [LANES, WARPS_DOWN, ROWS]), (2, 1, 0))[:, :, None, :, None]
+    earlier = _count_in(turn, thread, q_square + k_square)
+    query = _beside_rows(query, element, ROWS, WARPS_DOWN, LANES)
+    key = _beside_rows(key, element, ROWS, WARPS_DOWN, LANES)
     value = tl.reshape(tl.gather(_activated(v_newest, v_before, v_factor), column, 0), [WARPS_ACROSS, COLUMNS])
-    # With S the state before, a the decay and u the correction, the new state's S' q is a S q + u (k q): one sum over rows.
     state = tl.reshape(state, [ROWS, WARPS_DOWN, WARPS_ACROSS, LANES, COLUMNS])
-    of_key, of_query = tl.reduce((state * key, state * query), 0, _add_two)
-    of_key, of_query = tl.reduce((of_key, of_query), 2, _add_two)
-    of_key, of_query = tl.reduce((of_key, of_query), 0, _add_two)
-    correction = (value - decay * k_unit * of_key) * beta
-    result = decay * q_unit * of_query + both * q_unit * k_unit * correction
-    state = state * decay + key * (k_unit * correction)[None, None, :, None, :]
+    state, result = _delta_rule(state, query, key, value, q_unit, k_unit, both, beta, decay)
     tl.store(cell, tl.reshape(state, [ROWS * WARPS * LANES, COLUMNS]))
-    scale = tl.rsqrt(tl.sum(tl.sum(result * result, 1), 0) / VALUE_DIM + eps)
-    result = tl.reshape(result, [VALUE_DIM]) * (norm * z * tl.sigmoid(z)) * scale
-    tl.store(out, result.to(out.dtype.element_ty))
+    _store_out(out, result, norm, z, eps, VALUE_DIM)
     # Threads may hold copies of one channel: all have read its inputs before any writes them.
     tl.debug_barrier()
     _move_on(carried, v_channel, v_inputs, v_newest, TAPS)

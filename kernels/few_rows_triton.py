@@ -49,19 +49,8 @@ def linear_rows(
     options: dict[str, Any] = {"PDL": pdl, "num_warps": config.warps, "num_stages": config.stages, "launch_pdl": pdl}
     tiles = cdiv(columns, config.block_n)
     if config.way == "rows":
-        _rows_kernel[(tiles,)](
-            x,
-            weight,
-            bias,
-            out,
-            x.stride(0),
-            columns,
-            depth,
-            rows,
-            BLOCK_N=config.block_n,
-            BLOCK_K=next_power_of_2(depth),
-            **options,
-        )
+        options |= {"BLOCK_N": config.block_n, "BLOCK_K": next_power_of_2(depth)}
+        _rows_kernel[(tiles,)](x, weight, bias, out, x.stride(0), columns, depth, rows, **options)
         return out
     block_k = config.block_k
     block_rows = config.block_rows or max(8, next_power_of_2(rows))
@@ -70,17 +59,8 @@ def linear_rows(
     share = cdiv(steps, splits) * block_k
     sums = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device) if splits > 1 else out
     _dot_kernel[(tiles, cdiv(rows, block_rows), splits)](
-        x,
-        weight,
-        bias,
-        out,
-        sums,
-        turns,
-        x.stride(0),
-        rows,
-        columns,
-        depth,
-        share,
+        *(x, weight, bias, out, sums, turns),
+        *(x.stride(0), rows, columns, depth, share),
         ROWS=block_rows,
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
@@ -149,32 +129,44 @@ def _product(w, part, total, PARTS: tl.constexpr, SWAP: tl.constexpr, PRECISION:
         return tl.dot(part, w.T, total, input_precision=PRECISION)
 
 
+@triton.jit
+def _ask_for(weight, w_line, first, last, LINE: tl.constexpr, LINES: tl.constexpr):
+    """Bring the elements `first .. last - 1` of some lines to the L2 cache."""
+    ahead = tl.minimum(first + tl.arange(0, LINES) * LINE, last - 1)
+    line = weight + w_line[:, None] + ahead[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _nothing_yet(PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr):
+    """Places of a step's depth, and a total of zero, both in the shapes that `_tile` and `_product` take."""
+    if PARTS > 1:
+        k = tl.arange(0, PARTS)[:, None] * (BLOCK_K // PARTS) + tl.arange(0, BLOCK_K // PARTS)[None, :]
+        return k, tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
+    elif SWAP:
+        return tl.arange(0, BLOCK_K), tl.zeros([BLOCK_N, ROWS], tl.float32)
+    else:
+        return tl.arange(0, BLOCK_K), tl.zeros([ROWS, BLOCK_N], tl.float32)
+
+
+@triton.jit
+def _sum_of_splits(sums, to, here, rows, columns, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+    """The totals of all programs that share a tile, in their order."""
+    total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for other in tl.static_range(SPLITS):
+        total += tl.load(sums + tl.cast(other, tl.int64) * rows * columns + to, mask=here, other=0.0, cache_modifier=".cg")
+    return total
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _dot_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    sums,
-    turns,
-    stride,
-    rows,
-    columns,
-    depth,
-    share,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SWAP: tl.constexpr,
-    HELD: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    LINE: tl.constexpr,
-    LINES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, out, sums, turns, stride, rows, columns, depth, share,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
+    SWAP: tl.constexpr, HELD: tl.constexpr, EVEN_K: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -184,15 +176,7 @@ def _dot_kernel(
     w_line, x_line = tl.minimum(column, columns - 1).to(tl.int64) * depth, row * stride
     every = tl.full([BLOCK_N], True, tl.int1)
     live = row < rows
-    if PARTS > 1:
-        k = tl.arange(0, PARTS)[:, None] * (BLOCK_K // PARTS) + tl.arange(0, BLOCK_K // PARTS)[None, :]
-        total = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
-    elif SWAP:
-        k = tl.arange(0, BLOCK_K)
-        total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    else:
-        k = tl.arange(0, BLOCK_K)
-        total = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    k, total = _nothing_yet(PARTS, ROWS, BLOCK_N, BLOCK_K, SWAP)
     if HELD:
         w = _tile(weight, w_line, every, first + k, depth, PARTS, EVEN_K)
         if PDL:
@@ -202,11 +186,7 @@ def _dot_kernel(
         total = _product(w, part, total, PARTS, SWAP, PRECISION)
     else:
         if PDL:
-            ahead = tl.minimum(first + tl.arange(0, LINES) * LINE, last - 1)
-            line = weight + w_line[:, None] + ahead[None, :]
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-            )
+            _ask_for(weight, w_line, first, last, LINE, LINES)
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         for start in tl.range(first, last, BLOCK_K):
@@ -226,9 +206,7 @@ def _dot_kernel(
         if tl.atomic_add(turn, 1, sem="acq_rel") != SPLITS - 1:
             return
         tl.store(turn, 0)
-        total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-        for other in tl.static_range(SPLITS):
-            total += tl.load(sums + tl.cast(other, tl.int64) * rows * columns + to, mask=here, other=0.0, cache_modifier=".cg")
+        total = _sum_of_splits(sums, to, here, rows, columns, BLOCK_N, ROWS, SPLITS)
     if bias is not None:
         total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[:, None]
     tl.store(out + to, total.to(out.dtype.element_ty), mask=here)

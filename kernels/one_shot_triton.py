@@ -367,44 +367,53 @@ def _own_rows(partial, experts, local, first, rows, width, ROWS: tl.constexpr, B
         return tl.load(partial + row.to(tl.int64)[:, None] * width + at[None, :], mask=here, other=0.0)
 
 
+@triton.jit
+def _show(buffers, mine, half, to, here, SHARE: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Write rows into this rank's share of every peer's buffer."""
+    for r in tl.static_range(WORLD):
+        if r != RANK:
+            theirs = tl.multiple_of(tl.load(buffers + r).to(tl.pointer_type(mine.dtype)), 16) + half
+            tl.store(theirs + (RANK - (1 if r < RANK else 0)) * SHARE + to, mine, mask=here)
+
+
+@triton.jit
+def _total(own, mine, to, here, SHARE: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Rows of all ranks, those of the peers from this rank's buffer, added in rank order, in float32.
+
+    A sum is a value of the model's dtype wherever it is made: the reference rounds it there, too.
+    """
+    value = tl.zeros(mine.shape, tl.float32)
+    for r in tl.static_range(WORLD):
+        if r == RANK:
+            value += mine.to(tl.float32)
+        else:
+            value += tl.load(own + (r - (1 if r > RANK else 0)) * SHARE + to, mask=here, other=0.0).to(tl.float32)
+    return value.to(mine.dtype).to(tl.float32)
+
+
+@triton.jit
+def _add_and_norm(x, weight, normed, value, to, here, at, width, eps, ZERO_CENTERED: tl.constexpr):
+    """Store the residual, as rounded, with rows added, and the norm of what was stored."""
+    value += tl.load(x + to, mask=here, other=0.0).to(tl.float32)
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + to, rounded, mask=here)
+    value = rounded.to(tl.float32)
+    factor = tl.load(weight + at, mask=at < width, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        factor += 1.0
+    scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
+    tl.store(normed + to, (value * scale[:, None] * factor[None, :]).to(normed.dtype.element_ty), mask=here)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _one_shot_kernel(
-    partial,
-    experts,
-    local,
-    x,
-    shared,
-    shared_gate,
-    weight,
-    normed,
-    total,
-    buffers,
-    signals,
-    turns,
-    abort,
-    rows,
-    width,
-    shared_stride,
-    gate_stride,
-    eps,
-    CAPACITY: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHARE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ADD: tl.constexpr,
-    SHARED: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    LINE: tl.constexpr,
-    SPINS: tl.constexpr,
-    PAUSE: tl.constexpr,
+    partial, experts, local, x, shared, shared_gate, weight, normed, total, buffers, signals, turns, abort,
+    rows, width, shared_stride, gate_stride, eps,
+    CAPACITY: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PROGRAMS: tl.constexpr, TILES: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, TOP_K: tl.constexpr, ADD: tl.constexpr,
+    SHARED: tl.constexpr, ZERO_CENTERED: tl.constexpr, LINE: tl.constexpr, SPINS: tl.constexpr, PAUSE: tl.constexpr,
     READER: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     turn = tl.load(turns + program) + 1
@@ -420,38 +429,20 @@ def _one_shot_kernel(
         row = first + tl.arange(0, ROWS)
         here = (row < rows)[:, None] & (at < width)[None, :]
         to = row.to(tl.int64)[:, None] * width + at[None, :]
-        for r in tl.static_range(WORLD):
-            if r != RANK:
-                theirs = tl.multiple_of(tl.load(buffers + r).to(tl.pointer_type(dtype)), 16) + half
-                tl.store(theirs + (RANK - (1 if r < RANK else 0)) * SHARE + to, mine, mask=here)
+        _show(buffers, mine, half, to, here, SHARE, RANK, WORLD)
         told += 1
         _tell(signals, program, told, RANK, WORLD, LINE)
         # What is shown next is read while the peers' rows are on their way.
         first = _first_row(program, step + 1, PROGRAMS, PARTS, ROWS)
         following = _own_rows(partial, experts, local, first, rows, width, ROWS, BLOCK, TOP_K)
         stop = _wait(signals, abort, program, told, stop, RANK, WORLD, LINE, SPINS, PAUSE, READER)
-        value = tl.zeros((ROWS, BLOCK), tl.float32)
-        for r in tl.static_range(WORLD):
-            if r == RANK:
-                value += mine.to(tl.float32)
-            else:
-                value += tl.load(own + (r - (1 if r > RANK else 0)) * SHARE + to, mask=here, other=0.0).to(tl.float32)
-        # A sum is a value of the model's dtype wherever it is made: the reference rounds it there, too.
-        value = value.to(dtype).to(tl.float32)
+        value = _total(own, mine, to, here, SHARE, RANK, WORLD)
         if ADD:
             if SHARED:
                 gate = tl.load(shared_gate + row * gate_stride, mask=row < rows, other=0.0).to(tl.float32)
                 extra = shared + row.to(tl.int64)[:, None] * shared_stride + at[None, :]
                 value += tl.sigmoid(gate)[:, None] * tl.load(extra, mask=here, other=0.0).to(tl.float32)
-            value += tl.load(x + to, mask=here, other=0.0).to(tl.float32)
-            rounded = value.to(x.dtype.element_ty)
-            tl.store(x + to, rounded, mask=here)
-            value = rounded.to(tl.float32)
-            factor = tl.load(weight + at, mask=at < width, other=0.0).to(tl.float32)
-            if ZERO_CENTERED:
-                factor += 1.0
-            scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
-            tl.store(normed + to, (value * scale[:, None] * factor[None, :]).to(normed.dtype.element_ty), mask=here)
+            _add_and_norm(x, weight, normed, value, to, here, at, width, eps, ZERO_CENTERED)
         else:
             tl.store(total + to, value.to(dtype), mask=here)
         mine = following

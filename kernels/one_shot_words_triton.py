@@ -69,36 +69,106 @@ def _number(word):
 
 
 @triton.jit
+def _factors(weight, at, here, half, ZERO_CENTERED: tl.constexpr):
+    """The norm's, of both halves of a row."""
+    low = tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
+    high = tl.load(weight + half + at, mask=here, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        low += 1.0
+        high += 1.0
+    return low, high
+
+
+@triton.jit
+def _own_halves(partial, held, row, at, here, half, TOP_K: tl.constexpr):
+    """This rank's row, or with TOP_K the sums of its choices."""
+    dtype: tl.constexpr = partial.dtype.element_ty
+    if TOP_K:
+        low = sum_choices(partial, row, held, 2 * half, at, here, TOP_K).to(dtype)
+        high = sum_choices(partial, row, held, 2 * half, half + at, here, TOP_K).to(dtype)
+    else:
+        to = row * 2 * half + at
+        low = tl.load(partial + to, mask=here, other=0.0)
+        high = tl.load(partial + to + half, mask=here, other=0.0)
+    return low, high
+
+
+@triton.jit
+def _shared_halves(shared, shared_gate, row, at, here, half, shared_stride, gate_stride):
+    """A shared expert's row, and how far its gate is open."""
+    opened = tl.sigmoid(tl.load(shared_gate + row * gate_stride).to(tl.float32))
+    extra = shared + row * shared_stride + at
+    low = tl.load(extra, mask=here, other=0.0).to(tl.float32)
+    high = tl.load(extra + half, mask=here, other=0.0).to(tl.float32)
+    return opened, low, high
+
+
+@triton.jit
+def _send(
+    buffers, own_low, own_high, mark, place, at, here, half,
+    WORDS_AT: tl.constexpr, SLOT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+):  # fmt: skip
+    """Write a row into every peer's memory, in words with the call's number, `mark`."""
+    for r in tl.static_range(WORLD):
+        if r != RANK:
+            theirs = tl.load(buffers + r).to(tl.pointer_type(tl.uint64)) + WORDS_AT + RANK * SLOT
+            theirs = tl.multiple_of(theirs + place, 16)
+            if own_low.dtype.primitive_bitwidth == 32:
+                tl.store(theirs + at, _data(own_low) | mark, mask=here)
+                tl.store(theirs + half + at, _data(own_high) | mark, mask=here)
+            else:
+                tl.store(theirs + at, _data(own_low) | (_data(own_high) << 16) | mark, mask=here)
+
+
+@triton.jit
+def _look_at_words(
+    memory, own_low, own_high, number, place, at, here, half,
+    SLOT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All ranks' rows as they are in this rank's memory, added in rank order, and whether a word of them is late."""
+    dtype: tl.constexpr = own_low.dtype
+    wide: tl.constexpr = dtype.primitive_bitwidth == 32
+    low = tl.zeros([BLOCK], tl.float32)
+    high = tl.zeros([BLOCK], tl.float32)
+    late = tl.zeros([BLOCK], tl.int32)
+    for r in tl.static_range(WORLD):
+        if r == RANK:
+            low += own_low.to(tl.float32)
+            high += own_high.to(tl.float32)
+        else:
+            mine = tl.multiple_of(memory + r * SLOT + place, 16)
+            word = tl.load(mine + at, mask=here, other=0, volatile=True)
+            late |= (_number(word) != number).to(tl.int32)
+            low += _element(word, dtype, 0)
+            if wide:
+                word = tl.load(mine + half + at, mask=here, other=0, volatile=True)
+                late |= (_number(word) != number).to(tl.int32)
+            high += _element(word, dtype, 0 if wide else 16)
+    return low, high, tl.max(tl.where(here, late, 0), 0)
+
+
+@triton.jit
+def _add_and_norm(x, normed, low, high, low_more, high_more, low_factor, high_factor, to, here, half, eps):
+    """Store the residual, as rounded, with a row added, and the norm of what was stored."""
+    rounded_low = (low + low_more).to(x.dtype.element_ty)
+    rounded_high = (high + high_more).to(x.dtype.element_ty)
+    tl.store(x + to, rounded_low, mask=here)
+    tl.store(x + to + half, rounded_high, mask=here)
+    low = rounded_low.to(tl.float32)
+    high = rounded_high.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / (2 * half) + eps)
+    tl.store(normed + to, (low * scale * low_factor).to(normed.dtype.element_ty), mask=here)
+    tl.store(normed + to + half, (high * scale * high_factor).to(normed.dtype.element_ty), mask=here)
+
+
+@triton.jit
 def one_shot_words_kernel(
-    partial,
-    experts,
-    local,
-    x,
-    shared,
-    shared_gate,
-    weight,
-    normed,
-    total,
-    buffers,
-    turns,
-    abort,
-    half,
-    shared_stride,
-    gate_stride,
-    eps,
-    WORDS_AT: tl.constexpr,
-    SLOT: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ADD: tl.constexpr,
-    SHARED: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    SPINS: tl.constexpr,
-    READER: tl.constexpr,
+    partial, experts, local, x, shared, shared_gate, weight, normed, total, buffers, turns, abort,
+    half, shared_stride, gate_stride, eps,
+    WORDS_AT: tl.constexpr, SLOT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    ADD: tl.constexpr, SHARED: tl.constexpr, ZERO_CENTERED: tl.constexpr, SPINS: tl.constexpr, READER: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """`half` is half of a row's width. Words begin WORDS_AT words into a buffer; a rank has SLOT of them, twice.
 
     With TOP_K `partial` has the outputs of a row's choices.
@@ -111,46 +181,27 @@ def one_shot_words_kernel(
     wide: tl.constexpr = dtype.primitive_bitwidth == 32
     to = row * 2 * half + at
     # What no launch before this one writes.
+    held = None
     if TOP_K:
         held = held_choices(experts, local, row, TOP_K)
     if ADD:
-        low_factor = tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
-        high_factor = tl.load(weight + half + at, mask=here, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
-            low_factor += 1.0
-            high_factor += 1.0
+        low_factor, high_factor = _factors(weight, at, here, half, ZERO_CENTERED)
     memory = tl.load(buffers + RANK).to(tl.pointer_type(tl.uint64)) + WORDS_AT
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     turn = tl.load(turns + row) + 1
     number = turn.to(tl.uint32, bitcast=True)
-    if TOP_K:
-        own_low = sum_choices(partial, row, held, 2 * half, at, here, TOP_K).to(dtype)
-        own_high = sum_choices(partial, row, held, 2 * half, half + at, here, TOP_K).to(dtype)
-    else:
-        own_low = tl.load(partial + to, mask=here, other=0.0)
-        own_high = tl.load(partial + to + half, mask=here, other=0.0)
+    own_low, own_high = _own_halves(partial, held, row, at, here, half, TOP_K)
     if ADD:
         low_more = tl.load(x + to, mask=here, other=0.0).to(tl.float32)
         high_more = tl.load(x + to + half, mask=here, other=0.0).to(tl.float32)
         if SHARED:
-            opened = tl.sigmoid(tl.load(shared_gate + row * gate_stride).to(tl.float32))
-            extra = shared + row * shared_stride + at
-            low_shared = tl.load(extra, mask=here, other=0.0).to(tl.float32)
-            high_shared = tl.load(extra + half, mask=here, other=0.0).to(tl.float32)
+            opened, low_shared, high_shared = _shared_halves(shared, shared_gate, row, at, here, half, shared_stride, gate_stride)
 
     mark = number.to(tl.uint64) << 32
     place = (turn & 1).to(tl.int64) * (WORLD * SLOT) + row * half * (2 if wide else 1)
-    for r in tl.static_range(WORLD):
-        if r != RANK:
-            theirs = tl.load(buffers + r).to(tl.pointer_type(tl.uint64)) + WORDS_AT + RANK * SLOT
-            theirs = tl.multiple_of(theirs + place, 16)
-            if wide:
-                tl.store(theirs + at, _data(own_low) | mark, mask=here)
-                tl.store(theirs + half + at, _data(own_high) | mark, mask=here)
-            else:
-                tl.store(theirs + at, _data(own_low) | (_data(own_high) << 16) | mark, mask=here)
+    _send(buffers, own_low, own_high, mark, place, at, here, half, WORDS_AT, SLOT, RANK, WORLD)
 
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
@@ -159,23 +210,7 @@ def one_shot_words_kernel(
     spins = 0
     while (missing != 0) & (stop == 0):
         # Every look reads all peers' words, and adds what it has read in rank order: the last one has read the right ones.
-        low = tl.zeros([BLOCK], tl.float32)
-        high = tl.zeros([BLOCK], tl.float32)
-        late = tl.zeros([BLOCK], tl.int32)
-        for r in tl.static_range(WORLD):
-            if r == RANK:
-                low += own_low.to(tl.float32)
-                high += own_high.to(tl.float32)
-            else:
-                mine = tl.multiple_of(memory + r * SLOT + place, 16)
-                word = tl.load(mine + at, mask=here, other=0, volatile=True)
-                late |= (_number(word) != number).to(tl.int32)
-                low += _element(word, dtype, 0)
-                if wide:
-                    word = tl.load(mine + half + at, mask=here, other=0, volatile=True)
-                    late |= (_number(word) != number).to(tl.int32)
-                high += _element(word, dtype, 0 if wide else 16)
-        missing = tl.max(tl.where(here, late, 0), 0)
+        low, high, missing = _look_at_words(memory, own_low, own_high, number, place, at, here, half, SLOT, RANK, WORLD, BLOCK)
         spins += 1
         if spins % SPINS == 0:
             # One thread looks, seldom: the host's word is far. It is only read; see `look`.
@@ -188,15 +223,7 @@ def one_shot_words_kernel(
         if SHARED:
             low += opened * low_shared
             high += opened * high_shared
-        rounded_low = (low + low_more).to(x.dtype.element_ty)
-        rounded_high = (high + high_more).to(x.dtype.element_ty)
-        tl.store(x + to, rounded_low, mask=here)
-        tl.store(x + to + half, rounded_high, mask=here)
-        low = rounded_low.to(tl.float32)
-        high = rounded_high.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / (2 * half) + eps)
-        tl.store(normed + to, (low * scale * low_factor).to(normed.dtype.element_ty), mask=here)
-        tl.store(normed + to + half, (high * scale * high_factor).to(normed.dtype.element_ty), mask=here)
+        _add_and_norm(x, normed, low, high, low_more, high_more, low_factor, high_factor, to, here, half, eps)
     else:
         tl.store(total + to, low.to(dtype), mask=here)
         tl.store(total + to + half, high.to(dtype), mask=here)

@@ -94,17 +94,7 @@ def paged_decode(
     shape = (config.tile, heads, kv_heads, head_dim, max_rows, window)
     _decode(config.warps, config.stages, splits > 1, combined, block_size, q.dtype, *shape)(
         (splits, kv_heads, count),
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        seq_lens,
-        query_start,
-        spans,
-        gate,
-        out,
-        partial,
-        stats,
+        *(q, k_cache, v_cache, block_tables, seq_lens, query_start, spans, gate, out, partial, stats),
         turns if splits > 1 else None,
         block_tables.stride(0),
         gate_stride,
@@ -206,37 +196,51 @@ def _store_out(out, gate, value, row, element, here, gate_stride, WIDTH: tl.cons
     tl.store(out + row * WIDTH + element, value.to(out.dtype.element_ty), mask=here)
 
 
+@triton.jit
+def _pass_over(
+    queries, position, begin, end, k_cache, v_cache, table, kv, scale,
+    STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention over positions `begin .. end - 1`: of each row the highest score, the sum of weights, and of weighted values."""
+    at = tl.arange(0, HEAD_DIM)
+    # A masked score is finite: a row that sees nothing here leaves sums that weigh nothing beside those of a row that does.
+    top = tl.full([PACKED], -1e30, tl.float32)
+    total = tl.zeros([PACKED], tl.float32)
+    summed = tl.zeros([PACKED, HEAD_DIM], tl.float32)
+    # Blocks are looked up one tile ahead: a look-up inside of the loads would take half of the compiler's stages.
+    key = begin + tl.arange(0, TILE)
+    block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+    for start in range(begin, end, TILE):
+        key = start + tl.arange(0, TILE)
+        live = key < end
+        where = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * STRIDE + kv * HEAD_DIM
+        block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
+        keys = tl.load(k_cache + where[:, None] + at[None, :], mask=live[:, None], other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        seen = live[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen &= key[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, -1e30)
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weight = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(weight, 1)
+        values = tl.load(v_cache + where[:, None] + at[None, :], mask=live[:, None], other=0.0)
+        summed = tl.dot(weight.to(values.dtype), values, summed * fade[:, None], input_precision=PRECISION)
+        top = higher
+    return top, total, summed
+
+
 # How wide block tables are changes from step to step where no graph has them.
 @triton.jit(do_not_specialize=["splits", "table_stride"])
 def _decode_kernel(
-    q,
-    k_cache,
-    v_cache,
-    block_tables,
-    seq_lens,
-    query_start,
-    spans,
-    gate,
-    out,
-    partial,
-    stats,
-    turns,
-    table_stride,
-    gate_stride,
-    splits,
-    scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-    PACKED: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IN_TURN: tl.constexpr,
+    q, k_cache, v_cache, block_tables, seq_lens, query_start, spans, gate, out, partial, stats, turns,
+    table_stride, gate_stride, splits, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr,
+    PACKED: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, IN_TURN: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     split, kv, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     span, length, row, count, low = _span(index, seq_lens, query_start, spans, MAX_ROWS, WINDOW)
@@ -257,33 +261,11 @@ def _decode_kernel(
         return
     queries = tl.load(q + out_row * (HEADS * HEAD_DIM) + element, mask=real[:, None], other=0.0)
     position = length - count + mine
-
-    # A masked score is finite: a row that sees nothing here leaves sums that weigh nothing beside those of a row that does.
-    top = tl.full([PACKED], -1e30, tl.float32)
-    total = tl.zeros([PACKED], tl.float32)
-    summed = tl.zeros([PACKED, HEAD_DIM], tl.float32)
-    # Blocks are looked up one tile ahead: a look-up inside of the loads would take half of the compiler's stages.
     table = block_tables + span.to(tl.int64) * table_stride
-    key = begin + tl.arange(0, TILE)
-    block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
-    for start in range(begin, end, TILE):
-        key = start + tl.arange(0, TILE)
-        live = key < end
-        where = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv * HEAD_DIM
-        block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
-        keys = tl.load(k_cache + where[:, None] + at[None, :], mask=live[:, None], other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        seen = live[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen &= key[None, :] > position[:, None] - WINDOW
-        scores = tl.where(seen, scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weight = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(weight, 1)
-        values = tl.load(v_cache + where[:, None] + at[None, :], mask=live[:, None], other=0.0)
-        summed = tl.dot(weight.to(values.dtype), values, summed * fade[:, None], input_precision=PRECISION)
-        top = higher
+    top, total, summed = _pass_over(
+        queries, position, begin, end, k_cache, v_cache, table, kv, scale,
+        KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_SIZE, PACKED, TILE, WINDOW, PRECISION,
+    )  # fmt: skip
     if not SPLIT:  # noqa: SIM114
         _store_out(out, gate, summed / total[:, None], out_row, element, real[:, None], gate_stride, HEADS * HEAD_DIM)
     elif (used == 1) & IN_TURN:  # the branch before is chosen when compiling

@@ -138,26 +138,10 @@ def _prefill(
 
 @triton.jit
 def _attend(
-    summed,
-    top,
-    total,
-    queries,
-    position,
-    begin,
-    end,
-    length,
-    k_cache,
-    v_cache,
-    table,
-    scale,
-    STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    summed, top, total, queries, position, begin, end, length, k_cache, v_cache, table, scale,
+    STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Pass over positions `begin .. end - 1`, TILE at a time; unmasked ones are seen by every row, in whole tiles."""
     # Tiles begin at multiples of TILE: where blocks divide it, places within them are the same in every tile.
     fixed = (tl.arange(0, TILE) % BLOCK_SIZE * STRIDE)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
@@ -203,28 +187,10 @@ def _attend(
 # How wide block tables are changes from step to step.
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
-    q,
-    k_cache,
-    v_cache,
-    block_tables,
-    query_start,
-    seq_lens,
-    tiles,
-    gate,
-    out,
-    table_stride,
-    gate_stride,
-    scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP_POW2: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k_cache, v_cache, block_tables, query_start, seq_lens, tiles, gate, out, table_stride, gate_stride, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    GROUP_POW2: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
     index, kv = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -86,18 +87,7 @@ def attention_step(
     half = cos.shape[1]
     width = heads * head_dim
     check_caches(heads, head_dim, k_cache, v_cache, block_tables)
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("queries and keys are normalised both or not at all")
-    if (
-        projected.stride(1) != 1
-        or projected.shape[1] < (2 if gated else 1) * width + 2 * kv_heads * head_dim
-        or 2 * half > head_dim
-    ):
-        raise ValueError(
-            f"rows {tuple(projected.shape)} for {heads} + 2 * {kv_heads} heads of {head_dim}, {2 * half} of them turned"
-        )
-    if not (cos.is_contiguous() and sin.is_contiguous()) or turns.numel() < rows * kv_heads:
-        raise ValueError(f"tables must be contiguous, and {turns.numel()} turns are for {rows} rows of {kv_heads} heads")
+    _check_step(projected, cos, sin, turns, q_norm, k_norm, heads, kv_heads, head_dim, gated)
     out = torch.empty(rows, width, dtype=projected.dtype, device=projected.device)
     if rows == 0:
         return out
@@ -109,19 +99,7 @@ def attention_step(
         partial = torch.empty(rows, kv_heads, splits, members, head_dim, dtype=torch.float32, device=projected.device)
         weights = torch.empty(rows, kv_heads, splits, members, 4, dtype=torch.float32, device=projected.device)
     _step_kernel[(splits, kv_heads, rows)](
-        projected,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        places,
-        block_tables,
-        seq_lens,
-        k_cache,
-        v_cache,
-        out,
-        partial,
-        weights,
+        *(projected, cos, sin, q_norm, k_norm, places, block_tables, seq_lens, k_cache, v_cache, out, partial, weights),
         turns if splits > 1 else None,
         projected.stride(0),
         block_tables.stride(0),
@@ -134,23 +112,44 @@ def attention_step(
         HEAD_DIM=head_dim,
         HALF=half,
         BLOCK_SIZE=k_cache.shape[1],
-        PACKED=max(8, members),
         MEMBERS=members,
-        CHUNK=min(16, max(1, 64 * 32 * config.warps // (members * head_dim))),
-        TILE=config.tile,
-        ALONE=max(1, config.alone // config.tile),
         WINDOW=window or 0,
         NORM=q_norm is not None,
         PLUS=1.0 if zero_centered else 0.0,
         GATED=gated,
-        SPLIT=splits > 1,
-        PRECISION="tf32x3" if projected.dtype == torch.float32 else "tf32",
-        STAGES=config.stages,
         PDL=pdl,
-        num_warps=config.warps,
         launch_pdl=pdl,
+        **_options(config, members, head_dim, projected.dtype),
     )
     return out
+
+
+def _check_step(projected, cos, sin, turns, q_norm, k_norm, heads: int, kv_heads: int, head_dim: int, gated: bool) -> None:
+    """Raise ValueError for rows, tables and norms that the kernel does not take."""
+    rows, half = projected.shape[0], cos.shape[1]
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("queries and keys are normalised both or not at all")
+    wanted = ((2 if gated else 1) * heads + 2 * kv_heads) * head_dim
+    if projected.stride(1) != 1 or projected.shape[1] < wanted or 2 * half > head_dim:
+        raise ValueError(
+            f"rows {tuple(projected.shape)} for {heads} + 2 * {kv_heads} heads of {head_dim}, {2 * half} of them turned"
+        )
+    if not (cos.is_contiguous() and sin.is_contiguous()) or turns.numel() < rows * kv_heads:
+        raise ValueError(f"tables must be contiguous, and {turns.numel()} turns are for {rows} rows of {kv_heads} heads")
+
+
+def _options(config: StepConfig, members: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What a configuration makes of the kernel, for so many query heads a key/value head."""
+    return {
+        "PACKED": max(8, members),
+        "CHUNK": min(16, max(1, 64 * 32 * config.warps // (members * head_dim))),
+        "TILE": config.tile,
+        "ALONE": max(1, config.alone // config.tile),
+        "SPLIT": config.splits > 1,
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "STAGES": config.stages,
+        "num_warps": config.warps,
+    }
 
 
 @triton.jit
@@ -191,54 +190,135 @@ def _look_up(table, tile, lane, table_width, TILE: tl.constexpr, BLOCK_SIZE: tl.
     return found
 
 
+@triton.jit
+def _prefetch(entry):
+    """Bring a table's entry to L1, with those beside it: the next look-ups, which are only a few clocks away then."""
+    tl.inline_asm_elementwise("prefetch.global.L1 [$1];\nmov.b32 $0, 0;", "=r,l", [entry], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _position(block, tile, lane, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The places in a cache of a tile's positions, whose blocks are known."""
+    if TILE % BLOCK_SIZE == 0:
+        return block * BLOCK_SIZE + lane % BLOCK_SIZE
+    else:
+        return block * BLOCK_SIZE + (tile * TILE + lane) % BLOCK_SIZE
+
+
+@triton.jit
+def _factors(cos, sin, q_norm, k_norm, row, own, other, HALF: tl.constexpr, NORM: tl.constexpr, PLUS: tl.constexpr):
+    """Of elements of queries and of those that they turn with, then of keys': rotation and norm's weight together."""
+    angle = row * HALF + own % HALF
+    turns_here = own < 2 * HALF
+    c = tl.load(cos + angle, mask=turns_here, other=1.0)
+    s = tl.load(sin + angle, mask=turns_here, other=0.0)
+    s = tl.where(own < HALF, -s, s)
+    q_by, q_other_by = c, s
+    k_by, k_other_by = c, s
+    if NORM:
+        q_by, q_other_by = c * _norm_weight(q_norm, own, PLUS), s * _norm_weight(q_norm, other, PLUS)
+        k_by, k_other_by = c * _norm_weight(k_norm, own, PLUS), s * _norm_weight(k_norm, other, PLUS)
+    return q_by, q_other_by, k_by, k_other_by
+
+
+@triton.jit
+def _new_row(
+    source, k_cache, v_cache, place, made_rows, makes, own, other, by, kv, eps, scale, gate,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Queries, score, value and gate of the projection's row; its key and value, in rows that `makes` names, go to `place`."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    member = tl.arange(0, PACKED)[:, None]
+    real = member < GROUP
+    q_by, q_other_by, k_by, k_other_by = by
+    q_at = source + kv * ((GROUP - 1) * HEAD_DIM) + member * HEAD_DIM
+    k_at = source + HEADS * HEAD_DIM
+    x = tl.load(q_at + own, mask=real, other=0.0).to(tl.float32)
+    x_other = tl.load(q_at + other, mask=real, other=0.0).to(tl.float32)
+    y = tl.load(k_at + own, mask=makes, other=0.0).to(tl.float32)
+    y_other = tl.load(k_at + other, mask=makes, other=0.0).to(tl.float32)
+    value = tl.load(k_at + KV_HEADS * HEAD_DIM + own, mask=makes, other=0.0)
+    if GATED:
+        gate = tl.load(q_at + (HEADS + 2 * KV_HEADS) * HEAD_DIM + own, mask=real, other=0.0)
+    queries = _turned(x, x_other, q_by, q_other_by, eps, HEAD_DIM, NORM).to(value.dtype)
+    made = _turned(y, y_other, k_by, k_other_by, eps, HEAD_DIM, NORM).to(value.dtype)
+    to = place * (KV_HEADS * HEAD_DIM) + kv * HEAD_DIM + own
+    tl.store(k_cache + to, made, mask=member < tl.minimum(made_rows, 1))
+    tl.store(v_cache + to, value, mask=member < tl.minimum(made_rows, 1))
+    return queries, tl.sum(queries.to(tl.float32) * made.to(tl.float32), 1) * scale, value, gate
+
+
+@triton.jit
+def _attend(queries, keys, values, live, top, totals, summed, scale, PRECISION: tl.constexpr):
+    """A tile of positions into the running softmax: the highest scores, weights by column, weighted values."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+    scores = tl.where(live[None, :], scores, -1e30)
+    higher = tl.maximum(top, tl.max(scores, 1))
+    weight = tl.exp2(scores - higher[:, None])
+    fade = tl.exp2(top - higher)
+    totals = totals * fade[:, None] + weight
+    summed = tl.dot(weight.to(values.dtype), values, summed * fade[:, None], input_precision=PRECISION)
+    return higher, totals, summed
+
+
+@triton.jit
+def _pass_over(
+    k_cache, v_cache, table, table_width, block, first, stop, used, low, end, source, place, made_rows, own, other, by, kv, eps,
+    scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PACKED: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Every `used`-th tile from `first` to before `stop`: highest scores, sums of weights and of weighted values; and the gate."""
+    at, packed, lane = tl.arange(0, HEAD_DIM), tl.arange(0, PACKED), tl.arange(0, TILE)
+    makes = packed[:, None] < made_rows
+    # A masked score is finite: a row that sees nothing here leaves sums that weigh nothing beside those of a row that does.
+    # Weights are summed up by column: their sum over a row is taken once, at the end.
+    top = tl.full([PACKED], -1e30, tl.float32)
+    totals = tl.zeros([PACKED, TILE], tl.float32)
+    summed = tl.zeros([PACKED, HEAD_DIM], tl.float32)
+    queries = tl.zeros([PACKED, HEAD_DIM], k_cache.dtype.element_ty)
+    gate = tl.zeros([PACKED, HEAD_DIM], k_cache.dtype.element_ty)
+    keys_at = k_cache + kv * HEAD_DIM + at[None, :]
+    values_at = v_cache + kv * HEAD_DIM + at[None, :]
+    for tile in tl.range(first, stop, used, num_stages=STAGES):
+        live = lane < end - tile * TILE
+        if WINDOW > 0:
+            live &= lane >= low - tile * TILE
+        where = (_position(block, tile, lane, TILE, BLOCK_SIZE).to(tl.int64) * (KV_HEADS * HEAD_DIM))[:, None]
+        keys = tl.load(keys_at + where, mask=live[:, None], other=0.0)
+        values = tl.load(values_at + where, mask=live[:, None], other=0.0)
+        # Blocks are looked up one tile ahead: a look-up just before the loads would take half of the compiler's stages.
+        block = _look_up(table, tile + used, lane, table_width, TILE, BLOCK_SIZE)
+        if tile == first:
+            # What the cache holds was written by earlier steps: its first tiles are on their way while the projection ends.
+            if PDL:
+                _wait_for_projection()
+            queries, score, value, gate = _new_row(
+                source, k_cache, v_cache, place, made_rows, makes, own, other, by, kv, eps, scale, gate,
+                HEADS, KV_HEADS, HEAD_DIM, PACKED, NORM, GATED,
+            )  # fmt: skip
+            top = tl.where(packed < made_rows, score, -1e30)
+            totals = tl.where(makes & (lane[None, :] == 0), 1.0, totals)
+            summed = value.to(tl.float32)
+        top, totals, summed = _attend(queries, keys, values, live, top, totals, summed, scale, PRECISION)
+    return top, tl.sum(totals, 1), summed, gate
+
+
 # How wide block tables are changes from step to step where no graph has them.
 @triton.jit(do_not_specialize=["splits", "table_stride", "table_width"])
 def _step_kernel(
-    projected,
-    cos,
-    sin,
-    q_norm,
-    k_norm,
-    places,
-    block_tables,
-    seq_lens,
-    k_cache,
-    v_cache,
-    out,
-    partial,
-    weights,
-    turns,
-    row_stride,
-    table_stride,
-    table_width,
-    splits,
-    eps,
-    scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    ALONE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NORM: tl.constexpr,
-    PLUS: tl.constexpr,
-    GATED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    projected, cos, sin, q_norm, k_norm, places, block_tables, seq_lens, k_cache, v_cache, out, partial, weights, turns,
+    row_stride, table_stride, table_width, splits, eps, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PACKED: tl.constexpr, MEMBERS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr, WINDOW: tl.constexpr,
+    NORM: tl.constexpr, PLUS: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     split, kv, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    dtype: tl.constexpr = k_cache.dtype.element_ty
     at = tl.arange(0, HEAD_DIM)
-    packed = tl.arange(0, PACKED)
-    member = packed[:, None]
+    member = tl.arange(0, PACKED)[:, None]
     lane = tl.arange(0, TILE)
     real = member < GROUP
     out += row * (HEADS * HEAD_DIM) + kv * (GROUP * HEAD_DIM)
@@ -255,11 +335,7 @@ def _step_kernel(
     first = start + split
     block = _look_up(table, first, lane, table_width, TILE, BLOCK_SIZE)
     if PDL:
-        # The next look-ups, which are only a few clocks away then.
-        ahead = tl.minimum((first + 2) * TILE // BLOCK_SIZE, table_width - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L1 [$1];\nmov.b32 $0, 0;", "=r,l", [table + ahead], dtype=tl.int32, is_pure=False, pack=1
-        )
+        _prefetch(table + tl.minimum((first + 2) * TILE // BLOCK_SIZE, table_width - 1))
     end = length - (place >= 0).to(tl.int32)
     stop = tl.maximum(tl.cdiv(end, TILE), start + 1)
     used = 1
@@ -279,73 +355,13 @@ def _step_kernel(
     # its own, so that no value changes its place among the threads.
     partner = tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
     own, other = member * 0 + at[None, :], member * 0 + partner[None, :]
-    angle = row * HALF + own % HALF
-    turns_here = own < 2 * HALF
-    c = tl.load(cos + angle, mask=turns_here, other=1.0)
-    s = tl.load(sin + angle, mask=turns_here, other=0.0)
-    s = tl.where(own < HALF, -s, s)
-    q_by, q_other_by = c, s
-    k_by, k_other_by = c, s
-    if NORM:
-        q_by, q_other_by = c * _norm_weight(q_norm, own, PLUS), s * _norm_weight(q_norm, other, PLUS)
-        k_by, k_other_by = c * _norm_weight(k_norm, own, PLUS), s * _norm_weight(k_norm, other, PLUS)
+    by = _factors(cos, sin, q_norm, k_norm, row, own, other, HALF, NORM, PLUS)
     source = projected + row * row_stride + kv * HEAD_DIM
     made_rows = tl.where(split == 0, tl.where(place >= 0, PACKED, 0), 0)
-    makes = member < made_rows
-
-    # A masked score is finite: a row that sees nothing here leaves sums that weigh nothing beside those of a row that does.
-    # Weights are summed up by column: their sum over a row is taken once, at the end.
-    top = tl.full([PACKED], -1e30, tl.float32)
-    totals = tl.zeros([PACKED, TILE], tl.float32)
-    summed = tl.zeros([PACKED, HEAD_DIM], tl.float32)
-    queries = tl.zeros([PACKED, HEAD_DIM], dtype)
-    gate = tl.zeros([PACKED, HEAD_DIM], dtype)
-    keys_at = k_cache + kv * HEAD_DIM + at[None, :]
-    values_at = v_cache + kv * HEAD_DIM + at[None, :]
-    for tile in tl.range(first, stop, used, num_stages=STAGES):
-        live = lane < end - tile * TILE
-        if WINDOW > 0:
-            live &= lane >= low - tile * TILE
-        if TILE % BLOCK_SIZE == 0:
-            position = block * BLOCK_SIZE + lane % BLOCK_SIZE
-        else:
-            position = block * BLOCK_SIZE + (tile * TILE + lane) % BLOCK_SIZE
-        where = (position.to(tl.int64) * (KV_HEADS * HEAD_DIM))[:, None]
-        keys = tl.load(keys_at + where, mask=live[:, None], other=0.0)
-        values = tl.load(values_at + where, mask=live[:, None], other=0.0)
-        # Blocks are looked up one tile ahead: a look-up just before the loads would take half of the compiler's stages.
-        block = _look_up(table, tile + used, lane, table_width, TILE, BLOCK_SIZE)
-        if tile == first:
-            # What the cache holds was written by earlier steps: its first tiles are on their way while the projection ends.
-            if PDL:
-                _wait_for_projection()
-            q_at = source + kv * ((GROUP - 1) * HEAD_DIM) + member * HEAD_DIM
-            k_at = source + HEADS * HEAD_DIM
-            x = tl.load(q_at + own, mask=real, other=0.0).to(tl.float32)
-            x_other = tl.load(q_at + other, mask=real, other=0.0).to(tl.float32)
-            y = tl.load(k_at + own, mask=makes, other=0.0).to(tl.float32)
-            y_other = tl.load(k_at + other, mask=makes, other=0.0).to(tl.float32)
-            value = tl.load(k_at + KV_HEADS * HEAD_DIM + own, mask=makes, other=0.0)
-            if GATED:
-                gate = tl.load(q_at + (HEADS + 2 * KV_HEADS) * HEAD_DIM + own, mask=real, other=0.0)
-            queries = _turned(x, x_other, q_by, q_other_by, eps, HEAD_DIM, NORM).to(dtype)
-            made = _turned(y, y_other, k_by, k_other_by, eps, HEAD_DIM, NORM).to(dtype)
-            to = place * (KV_HEADS * HEAD_DIM) + kv * HEAD_DIM + own
-            tl.store(k_cache + to, made, mask=member < tl.minimum(made_rows, 1))
-            tl.store(v_cache + to, value, mask=member < tl.minimum(made_rows, 1))
-            score = tl.sum(queries.to(tl.float32) * made.to(tl.float32), 1) * scale
-            top = tl.where(packed < made_rows, score, -1e30)
-            totals = tl.where(makes & (lane[None, :] == 0), 1.0, totals)
-            summed = value.to(tl.float32)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(live[None, :], scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weight = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(top - higher)
-        totals = totals * fade[:, None] + weight
-        summed = tl.dot(weight.to(dtype), values, summed * fade[:, None], input_precision=PRECISION)
-        top = higher
-    total = tl.sum(totals, 1)
+    top, total, summed, gate = _pass_over(
+        k_cache, v_cache, table, table_width, block, first, stop, used, low, end, source, place, made_rows, own, other, by, kv, eps,
+        scale, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, PACKED, TILE, WINDOW, NORM, GATED, PRECISION, STAGES, PDL,
+    )  # fmt: skip
     result = summed / total[:, None]
     alone = True
     if SPLIT:
@@ -355,18 +371,34 @@ def _step_kernel(
             result *= tl.sigmoid(gate.to(tl.float32))
         tl.store(out + cell, result.to(out.dtype.element_ty), mask=real)
     elif SPLIT:
-        head = row * KV_HEADS + kv
-        partial += head * splits * (MEMBERS * HEAD_DIM)
-        weights += head * splits * (MEMBERS * 4)
-        tl.store(partial + split * (MEMBERS * HEAD_DIM) + cell, result, mask=real)
-        copies = tl.arange(0, 4)[None, :]
-        weight = (top + tl.log2(total))[:, None] + copies * 0.0
-        tl.store(weights + (split * MEMBERS + member) * 4 + copies, weight, mask=real)
-        tl.debug_barrier()
-        if tl.atomic_add(turns + head, 1, sem="acq_rel") == used - 1:
-            tl.store(turns + head, 0)
-            gates = source + kv * ((GROUP - 1) * HEAD_DIM) + (HEADS + 2 * KV_HEADS) * HEAD_DIM
-            _add_up(partial, weights, gates, out, used, GROUP, MEMBERS, HEAD_DIM, CHUNK, GATED)
+        _leave(
+            partial, weights, turns, result, top, total, row * KV_HEADS + kv, split, splits, used, source, kv, out,
+            HEADS, KV_HEADS, HEAD_DIM, PACKED, MEMBERS, CHUNK, GATED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _leave(
+    partial, weights, turns, result, top, total, head, split, splits, used, source, kv, out,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PACKED: tl.constexpr, MEMBERS: tl.constexpr,
+    CHUNK: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Store a part of one head, and its weights; whichever program does so last adds up all."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    member = tl.arange(0, PACKED)[:, None]
+    real = member < GROUP
+    cell = member * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    partial += head * splits * (MEMBERS * HEAD_DIM)
+    weights += head * splits * (MEMBERS * 4)
+    tl.store(partial + split * (MEMBERS * HEAD_DIM) + cell, result, mask=real)
+    copies = tl.arange(0, 4)[None, :]
+    weight = (top + tl.log2(total))[:, None] + copies * 0.0
+    tl.store(weights + (split * MEMBERS + member) * 4 + copies, weight, mask=real)
+    tl.debug_barrier()
+    if tl.atomic_add(turns + head, 1, sem="acq_rel") == used - 1:
+        tl.store(turns + head, 0)
+        gates = source + kv * ((GROUP - 1) * HEAD_DIM) + (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        _add_up(partial, weights, gates, out, used, GROUP, MEMBERS, HEAD_DIM, CHUNK, GATED)
 
 
 @triton.jit
