@@ -101,8 +101,12 @@ class RuntimeConfig(BaseModel):
     exit_thresholds: tuple[Probability, ...] = Field(
         (), description="exit scores at which a token stops before max_loops, one for each loop but the last; none: every loop runs"
     )
-    tool_call_parser: str | None = Field(None, min_length=1, description="format of tool calls in the model's text; None: by model")
-    reasoning_parser: str | None = Field(None, min_length=1, description="format of reasoning in the model's text; None: by model")
+    tool_call_parser: str | None = Field(
+        None, min_length=1, description="format of tool calls: hermes, qwen3_xml, mistral, none; None: by model"
+    )
+    reasoning_parser: str | None = Field(
+        None, min_length=1, description="format of reasoning: auto, qwen3, deepseek, none; None: by model"
+    )
 
     # Images
     image_url_hosts: tuple[HostEntry, ...] = Field(

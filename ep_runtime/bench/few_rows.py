@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from ep_runtime.bench.timing import COPY_BYTES_PER_SECOND, time_us
+from ep_runtime.bench.timing import COPY_BYTES_PER_SECOND, need_gpu, time_us
 from kernels.few_rows import FewRowsConfig, few_rows_shape
 from kernels.few_rows_triton import linear_rows
 from kernels.tuning import merge_entries
@@ -195,6 +195,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="all times, as JSON")
     parser.add_argument("--table", type=Path, help="a tuning table of this device, of kernels/tuned/, which the entries join")
     options = parser.parse_args()
+    need_gpu("few_rows")
     shapes = [shape for name, shape in SHAPES.items() if options.only in name]
     all_rows = [int(rows) for rows in options.rows.split(",")]
     depths = dict.fromkeys(depth for depth, _ in shapes)

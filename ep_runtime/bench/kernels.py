@@ -19,6 +19,7 @@ from ep_runtime.bench.compile_ahead import compile_share
 from ep_runtime.bench.experts_check import ROUTERS, SHAPES, check_router, check_shape
 from ep_runtime.bench.experts_shapes import MODELS
 from ep_runtime.bench.kernel_experts import report
+from ep_runtime.bench.timing import need_gpu
 from kernels.tuning import merge_entries
 
 DEFAULT_ROWS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="everything, as JSON")
     parser.add_argument("--table", type=Path, help="a tuning table of this device, for kernels/tuned/; other shapes in it are kept")
     options = parser.parse_args()
+    need_gpu("kernels")
     began = time.monotonic()
     checks = prepare(options.jobs)
     good = sum(row["good"] for row in checks)

@@ -21,7 +21,7 @@ import torch
 from ep_runtime.bench.layer_problem import Problem
 from ep_runtime.bench.layer_problems import PROBLEMS
 from ep_runtime.bench.report import environment, table, write
-from ep_runtime.bench.timing import floor_us, time_us
+from ep_runtime.bench.timing import floor_us, need_gpu, time_us
 
 COLUMNS = {
     "name": "kernel",
@@ -46,6 +46,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="everything, as JSON")
     options = parser.parse_args()
+    need_gpu("layer_kernels")
     names = [name for name in PROBLEMS if options.only in name]
     began = time.monotonic()
     checks = dict(zip(names, run_all(check, names, options.jobs), strict=True))

@@ -126,7 +126,9 @@ def drive(
         shape = load_shape(options, server["vocab_size"], options.seed)
         for warmup in plan_load(load_shape(options, server["vocab_size"], options.seed + 1))[: options.num_warmups]:
             body = completion(model, warmup.prompt, warmup.output_len)
-            client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"}).raise_for_status()
+            answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+            if answer.is_error:
+                raise SystemExit(f"the server refuses a warm-up request with {answer.status_code}: {answer.text}")
     requests = plan_load(shape)
     start, records, costs = send(requests, server["url"], model, options, folder)
     result = {

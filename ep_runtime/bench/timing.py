@@ -14,6 +14,12 @@ MATRIX_FLOPS = 790e12
 """Matrix product of one H200 in bfloat16, 8192 x 8192 x 8192, random data (measured)."""
 
 
+def need_gpu(benchmark: str) -> None:
+    """End with one line where there is no GPU, before anything is compiled."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{benchmark} measures kernels of a GPU, and there is none here")
+
+
 def floor_us(num_bytes: float, flops: float) -> float:
     """The least microseconds that this many bytes and operations can take."""
     return max(num_bytes / COPY_BYTES_PER_SECOND, flops / MATRIX_FLOPS) * 1e6

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from ep_runtime.bench.experts_shapes import MODELS
+from ep_runtime.bench.timing import need_gpu
 from kernels.tuning import table_path
 
 PARTS = ("experts", "few_rows", "sums")
@@ -38,8 +39,7 @@ def run(options: argparse.Namespace) -> None:
     parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         raise SystemExit(f"--parts has {', '.join(unknown)}; known are {', '.join(PARTS)}")
-    if not torch.cuda.is_available():
-        raise SystemExit("tune measures kernels of a GPU, and there is none here")
+    need_gpu("tune")
     device, gpus = torch.cuda.get_device_name(), torch.cuda.device_count()
     table = options.table or table_path(device)
     if not table.exists():

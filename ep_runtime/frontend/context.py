@@ -68,11 +68,11 @@ class Frontend:
         return self.config.served_model_name[0]
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 400 unless `name` is served."""
+        """Raise ApiError 404, as OpenAI does, unless `name` is served."""
         if name is not None and name not in self.config.served_model_name:
             served = ", ".join(self.config.served_model_name)
             raise ApiError(
-                400, f"The model {name[:200]!r} is not served; this server has: {served}", param="model", code="model_not_found"
+                404, f"The model {name[:200]!r} is not served; this server has: {served}", param="model", code="model_not_found"
             )
 
     def inputs(self, info: EpochReady) -> list[str]:

@@ -9,6 +9,10 @@ from typing import Any
 import openai
 import pytest
 
+from ep_runtime.frontend.api.chat_schema import ChatRequest
+from ep_runtime.frontend.api.common_schema import RequestBody
+from ep_runtime.frontend.api.completion_schema import CompletionRequest
+from ep_runtime.frontend.api.tokenize_schema import TokenizeRequest
 from tests.http.conftest import Stack
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -21,11 +25,12 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0"),
+    ({"messages": [{}]}, "messages.0.role"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages.0.mood"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
-    ({"model": "other"}, "model"),
     ({"temprature": 1}, "temprature"),
     ({"temperature": 3}, "temperature"),
     ({"temperature": "1"}, "temperature"),
@@ -54,7 +59,9 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "response_format": JSON}, "response_format"),
     ({"response_format": SCHEMA}, "response_format"),
     ({"response_format": JSON, "ignore_eos": True}, "ignore_eos"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"chat_template_kwargs": {"messages": []}}, "messages"),
     ({"best_of": 2}, "best_of"),
@@ -102,6 +109,56 @@ def test_chat_refusals_name_the_field(stack: Stack, fields: dict[str, Any], para
 def test_completion_refusals_name_the_field(stack: Stack, fields: dict[str, Any], param: str) -> None:
     check_error(stack.complete(**fields), 400, param)
     assert stack.engine.received == []
+
+
+@pytest.mark.parametrize("body", [{"n": 0}, {"n": 129}, {"temperature": 3}, {"messages": [{}]}, {"messages": [{"role": "user"}]}])
+def test_a_refusal_says_the_fields_name(stack: Stack, body: dict[str, Any]) -> None:
+    error = check_error(stack.chat(**body), 400)
+    assert error["message"].startswith(f"{error['param']}: ")
+    assert "discriminator" not in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"null"])
+def test_a_body_that_is_no_object(stack: Stack, body: bytes) -> None:
+    answer = stack.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert check_error(answer, 400)["message"] == "The body must be a JSON object"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_a_model_that_is_not_served(stack: Stack, path: str) -> None:
+    fields = {"messages": USER} if "chat" in path else {"tokens": [1]} if "detokenize" in path else {"prompt": "a"}
+    error = check_error(stack.http.post(path, json={**fields, "model": "other"}), 404, "model")
+    assert error["code"] == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="tiny"):
+        stack.client().chat.completions.create(model="other", messages=[{"role": "user", "content": "Hi"}])
+
+
+def optional_fields(model: type[RequestBody]) -> list[str]:
+    return [name for name, field in model.model_fields.items() if not field.is_required()]
+
+
+@pytest.mark.parametrize(("body", "fields"), [(ChatRequest, {"messages": USER}), (CompletionRequest, {"prompt": "a"})])
+def test_null_is_as_absent(stack: Stack, body: type[RequestBody], fields: dict[str, Any]) -> None:
+    nulls = dict.fromkeys(optional_fields(body))
+    assert {"n", "stream", "min_tokens", "ignore_eos", "seed"} <= set(nulls)
+    assert body.model_validate({**nulls, **fields}) == body.model_validate(fields)
+    unknown = stack.complete(temprature=None) if "prompt" in fields else stack.chat(temprature=None)
+    check_error(unknown, 400, "temprature")
+
+
+def test_openai_client_may_send_none(stack: Stack) -> None:
+    stack.output = "Hi"
+    chat = stack.client().chat.completions
+    answer = chat.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], n=None, stream=None, logit_bias=None)
+    assert answer.choices[0].message.content == "Hi"
+
+
+def test_the_declared_fields_may_be_null(stack: Stack) -> None:
+    declared = stack.http.get("/openapi.json").json()["components"]["schemas"]
+    for model in (ChatRequest, CompletionRequest, TokenizeRequest):
+        for name in optional_fields(model):
+            assert {"type": "null"} in declared[model.__name__]["properties"][name]["anyOf"], name
+    assert "anyOf" not in declared["ChatRequest"]["properties"]["messages"]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_metrics_count(make_stack: MakeStack) -> None:
 def test_document_declares_errors(stack: Stack, keyed: Stack) -> None:
     document = stack.http.get("/openapi.json").json()
     responses = document["paths"]["/v1/chat/completions"]["post"]["responses"]
-    assert set(responses) == {"200", "400", "408", "413", "415", "429", "500", "503"}
+    assert set(responses) == {"200", "400", "404", "408", "413", "415", "429", "500", "503"}
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
     assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
     locked = keyed.http.get("/openapi.json", headers={"Authorization": "Bearer first-key"}).json()

@@ -70,7 +70,11 @@ AnyPart = Annotated[
     Annotated[TextPart, Tag("text part")]
     | Annotated[ImagePart, Tag("image_url part")]
     | Annotated[VideoPart, Tag("video_url part")],
-    Discriminator(_part_tag),
+    Discriminator(
+        _part_tag,
+        custom_error_type="no_part",
+        custom_error_message="Input should be an object whose type is text, image_url or video_url",
+    ),
 ]
 Part = Annotated[AnyPart, BeforeValidator(_known_part)]
 TextContent = str | Annotated[list[TextOnly], Field(fail_fast=True, min_length=1)]

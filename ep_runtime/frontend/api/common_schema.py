@@ -25,6 +25,28 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def _declare_null(schema: dict[str, Any]) -> None:
+    """Let the JSON schema say of every field that may be absent that it may be null."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+            value = {key: field.pop(key) for key in list(field) if key not in ("title", "description", "default")}
+            field["anyOf"] = [value, {"type": "null"}]
+
+
+class RequestBody(StrictModel):
+    """A request's body, in whose optional fields null is the same as absent: OpenAI declares many so, and its client sends None."""
+
+    model_config = ConfigDict(json_schema_extra=_declare_null)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {key: value for key, value in data.items() if value is not None or key not in optional}
+
+
 class StreamOptions(StrictModel):
     """What a stream carries beside its choices."""
 
@@ -32,7 +54,7 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = Field(default=None, description="Accepted; nothing is obfuscated")
 
 
-class SamplingFields(StrictModel):
+class SamplingFields(RequestBody):
     """How tokens are chosen and when they end, by OpenAI's names and vLLM's."""
 
     unsupported: ClassVar[dict[str, str]] = {}

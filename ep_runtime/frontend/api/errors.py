@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ABSENT = ("missing", "extra_forbidden")
+NO_BRANCH = ("union_tag_not_found", "union_tag_invalid")
 
 
 class ErrorBody(BaseModel):
@@ -67,14 +69,25 @@ def locate(loc: Sequence[int | str], body: object, kind: str) -> str:
     """The dotted path of a validation error inside the request body, without the tags of union branches; "" for the body itself."""
     path: list[str] = []
     here: Any = body
-    for step in loc:
+    for place, step in enumerate(loc, start=1):
         in_list = isinstance(here, list) and isinstance(step, int) and 0 <= step < len(here)
         if in_list or (isinstance(here, Mapping) and step in here):
             here = here[step]
-        elif not (isinstance(here, Mapping) and kind in ABSENT and step == loc[-1]):
+        elif not (isinstance(here, Mapping) and kind in ABSENT and place == len(loc)):
             continue
         path.append(str(step))
     return ".".join(path)
+
+
+def told(item: Mapping[str, Any]) -> tuple[list[int | str], str, str]:
+    """Place, kind and message of one validation error. That a union finds no branch is said of the field that names the branch."""
+    loc = [step for step in item["loc"] if step not in ("body", "query", "path")]
+    if item["type"] not in NO_BRANCH:
+        return loc, item["type"], item["msg"]
+    loc.append(item["ctx"]["discriminator"].strip("'"))
+    if item["type"] == "union_tag_not_found":
+        return loc, "missing", "Field required"
+    return loc, item["type"], f"Input should be one of {item['ctx']['expected_tags']}"
 
 
 def describe_validation(error: RequestValidationError) -> tuple[str, str | None]:
@@ -84,15 +97,18 @@ def describe_validation(error: RequestValidationError) -> tuple[str, str | None]
     """
     found: list[tuple[bool, str, str]] = []
     for item in error.errors():
-        loc = [step for step in item["loc"] if step not in ("body", "query", "path")]
+        loc, kind, message = told(item)
+        if not loc:
+            message = "The body must be a JSON object"
         param = item.get("ctx", {}).get("param")
-        found.append((param is not None, param or locate(loc, error.body, item["type"]), item["msg"]))
+        found.append((param is not None, param or locate(loc, error.body, kind), message))
     top = found[0][1].partition(".")[0]
     _, param, message = max((entry for entry in found if entry[1].partition(".")[0] == top), key=lambda e: (e[0], e[1].count(".")))
     if message == found[0][2]:
         # Alike deep: tell what every branch would have taken.
         message = "; or: ".join(dict.fromkeys(text for _, other, text in found if other == param))
-    return (message if not param or param in message else f"{param}: {message}"), param or None
+    named = not param or re.search(rf"\b{re.escape(param)}\b", message)
+    return (message if named else f"{param}: {message}"), param or None
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -142,5 +158,5 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": DESCRIPTIONS[status]} for status in statuses}
 
 
-BODY_ERRORS = error_responses(400, 401, 408, 413, 415, 500, 503)
-GENERATION_ERRORS = error_responses(400, 401, 408, 413, 415, 429, 500, 503)
+BODY_ERRORS = error_responses(400, 401, 404, 408, 413, 415, 500, 503)
+GENERATION_ERRORS = error_responses(400, 401, 404, 408, 413, 415, 429, 500, 503)

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, model_validator
 
 from ep_runtime.frontend.api.chat_schema import Message, Tool
-from ep_runtime.frontend.api.common_schema import StrictModel, TokenId, refuse
+from ep_runtime.frontend.api.common_schema import RequestBody, TokenId, refuse
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(RequestBody):
     """Text, or messages to be rendered by the chat template first."""
 
     model: str | None = None
@@ -39,7 +39,7 @@ class TokenizeResponse(BaseModel):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(RequestBody):
     """Token ids."""
 
     model: str | None = None

@@ -84,6 +84,12 @@ def test_what_the_server_refuses_is_counted_and_told(server: Served, tmp_path: P
     assert f"{result['failed']} requests failed" in capfd.readouterr().out
 
 
+def test_a_refused_warm_up_is_told(server: Served) -> None:
+    arguments = ["serve", "--url", f"http://127.0.0.1:{server.port}", "--served-model-name", "other", "--vocab-size", str(VOCAB)]
+    with pytest.raises(SystemExit, match=r"404: .*The model 'other' is not served"):
+        main([*arguments, *LENGTHS])
+
+
 def test_it_starts_a_server_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-P", "-m", "ep_runtime.bench", "serve", "--model", "tiny", "--device", "cpu", "--num-prompts", "5"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_runtime.bench import few_rows, kernels
+from ep_runtime.bench import few_rows, kernels, layer_kernels
 from ep_runtime.bench.__main__ import main
 from ep_runtime.bench.tune import PARTS, commands
 
@@ -25,8 +25,9 @@ def test_every_part_writes_into_the_same_table() -> None:
 
 @pytest.mark.parametrize(("module", "part"), [(kernels, "experts"), (few_rows, "few_rows")])
 def test_the_parts_take_these_flags(module: object, part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Their own parsers know every flag: they go on to the first thing that needs a GPU."""
+    """Their own parsers know every flag: they go on to the first thing that is compiled."""
     (command,) = commands(part, "30b", tmp_path / "x.json", tmp_path, 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("sys.argv", [*command[3:4], *command[4:]])
     monkeypatch.setattr(module, "ProcessPoolExecutor", _reached)
     with pytest.raises(_Reached):
@@ -46,3 +47,11 @@ def test_what_cannot_be_measured_is_told(flags: list[str], said: str, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=said):
         main(["tune", *flags])
+
+
+@pytest.mark.parametrize(("module", "flags"), [(kernels, ["experts"]), (few_rows, []), (layer_kernels, [])])
+def test_without_a_gpu_nothing_is_compiled(module: object, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["bench", *flags])
+    with pytest.raises(SystemExit, match="there is none here"):
+        module.main()  # type: ignore[attr-defined]
