@@ -81,7 +81,8 @@ class Inbox:
             self._scheduler.reject([request_id], text)
 
     def _accept(self, message: Received) -> None:
-        for submit in self._intake.due_before(message):
+        due = self._intake.due_before(message)
+        for submit in due:
             self._submit(submit)
         match message:
             case Submit():
@@ -95,7 +96,9 @@ class Inbox:
                 elif self._scheduler.allow(message.request_id, message.index):
                     self._requests.set_mask(message, time.monotonic())
             case Undecodable():
-                self._refuse(message)
+                answered = due and message.request_id not in self._requests
+                if not answered:
+                    self._refuse(message)
             case FrontendLost():
                 log.warning("the frontend is gone; its %d requests are aborted", len(self._requests.ids()))
                 self._scheduler.abort(self._requests.ids())

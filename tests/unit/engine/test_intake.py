@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,28 @@ def test_what_may_be_about_a_request_that_waits_comes_behind_it(message: Receive
         intake.add(request(name))
     assert names(intake.due_before(message)) == due
     assert names(intake.take()) == [name for name in ("0", "1", "2") if name not in due]
+
+
+def test_what_is_picked_out_is_found_nowhere_else_and_leaves_nothing_behind() -> None:
+    """Requests come, are taken in and given up in any order: those that are left are a sorted list's."""
+    rng = random.Random(3)
+    intake, left = Intake(), []
+    for number in range(3000):
+        left.append((priority := rng.randrange(3), number, str(number % 1000)))
+        intake.add(request(str(number % 1000), priority=priority))
+        if rng.random() < 0.4:
+            given_up = {str(rng.randrange(1000)) for _ in range(4)}
+            picked = sorted(entry for entry in left if entry[2] in given_up)
+            assert names(intake.due_before(Abort(sorted(given_up)))) == [name for *_, name in picked]
+            left = [entry for entry in left if entry[2] not in given_up]
+        if rng.random() < 0.1:
+            left.sort()
+            assert names(intake.take(rows=8)) == [name for *_, name in left[:2]]
+            del left[:2]
+        assert len(intake) == len(left)
+        assert len(intake._heap) <= 2 * len(left) + TAKEN_AT_ONCE + 1
+    assert names(intake.due_before(FrontendLost())) == [name for *_, name in sorted(left)]
+    assert (len(intake), intake.take(), intake._numbers) == (0, [], {})
 
 
 # The head
@@ -195,6 +218,16 @@ def test_a_request_that_waits_is_aborted_like_any_other(head: Watched) -> None:
     answers = head.driver.finish()
     assert {answer.terminal_events for answer in answers.values()} == {1}
     assert sum(answer.finish == "length" for answer in answers.values()) == MANY - 3
+
+
+def test_a_request_that_is_refused_as_it_is_taken_in_gets_no_second_answer(head: Watched) -> None:
+    """A broken message is about it, and would be answered in its stead if nobody had answered."""
+    head.burst(MANY)
+    head.driver.submit("bad", [VOCAB], max_tokens=3)
+    head.driver.port.send(Undecodable("bad", "Abort", "broken"))  # type: ignore[arg-type]
+    head.driver.turn()
+    assert (head.driver.answers["bad"].status, head.driver.answers["bad"].terminal_events) == (400, 1)
+    head.driver.finish()
 
 
 def test_a_lost_frontend_takes_along_what_waits(head: Watched) -> None:
