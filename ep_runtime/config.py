@@ -246,8 +246,18 @@ def resolve(config: RuntimeConfig, facts: Facts, gpu_tokens: int = GPU_TOKENS) -
         "coordinator_port": None if one_host else config.coordinator_port or facts.master_port + 1,
     }
     if not one_host and config.token is None:
-        raise ValueError(f"coordinator_host {chosen['coordinator_host']} lets ranks of other hosts join, but no token is set")
+        raise ValueError(f"{_why_others_join(config, facts)}, but no token is set (token_file)")
     return RuntimeConfig.model_validate(config.model_dump() | chosen)
+
+
+def _why_others_join(config: RuntimeConfig, facts: Facts) -> str:
+    """Why ranks come over the network, by what the user has set."""
+    if config.coordinator_host is not None:
+        return f"coordinator_host {config.coordinator_host} lets ranks of other hosts join"
+    if config.world_size is not None and config.world_size > facts.world:
+        one = "1 rank was" if facts.world == 1 else f"{facts.world} ranks were"
+        return f"world_size is {config.world_size}, but {one} started (torchrun starts several): the others join over the network"
+    return f"{facts.world - facts.local_world} of the {facts.world} ranks are on other hosts and join over the network"
 
 
 def _image_cache(asked: int | None, on_gpu: bool) -> int:

@@ -100,8 +100,10 @@ class Inbox:
                 if not answered:
                     self._refuse(message)
             case FrontendLost():
-                log.warning("the frontend is gone; its %d requests are aborted", len(self._requests.ids()))
-                self._scheduler.abort(self._requests.ids())
+                left = self._requests.ids()
+                # It ends first when the server does, and then has left nothing.
+                log.log(logging.WARNING if left else logging.INFO, "the frontend is gone; its %d requests are aborted", len(left))
+                self._scheduler.abort(left)
             case Takeover():
                 self._owner = message.prefix
                 self._scheduler.abort([name for name in self._requests.ids() if not name.startswith(self._owner)])

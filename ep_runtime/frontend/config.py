@@ -7,10 +7,20 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ep_runtime.frontend.text.folder import is_template_text
+from ep_runtime.frontend.text.reasoning import REASONING_NAMES
+from ep_runtime.frontend.text.tools import TOOL_PARSER_NAMES
 from ep_runtime.frontend.vision.hosts import parse_hosts
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def known_name(name: str | None, known: tuple[str, ...]) -> str | None:
+    """`name`, which is one of `known` or None; raises ValueError."""
+    if name is not None and name not in known:
+        raise ValueError(f"there is none by the name {name!r}; known: {', '.join(known)}")
+    return name
 
 
 class FrontendConfig(BaseModel):
@@ -68,6 +78,23 @@ class FrontendConfig(BaseModel):
     decoders: int = Field(default=2, ge=1, description="Processes that decode images, one at a time each")
     decode_seconds: Seconds = Field(default=20.0, description="Longest time to decode one image or video")
     decoder_memory_bytes: int = Field(default=2**30, ge=2**28, description="Address space of each of those processes")
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _reasoning_is_known(cls, name: str | None) -> str | None:
+        return known_name(name, REASONING_NAMES)
+
+    @field_validator("tool_call_parser")
+    @classmethod
+    def _tool_calls_are_known(cls, name: str | None) -> str | None:
+        return known_name(name, ("auto", *TOOL_PARSER_NAMES))
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_is_there(cls, given: str | None) -> str | None:
+        if given is not None and not is_template_text(given) and not Path(given).is_file():
+            raise ValueError(f"there is no file {given}")
+        return given
 
     @field_validator("image_url_hosts")
     @classmethod

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastapi import Request
 
-from ep_runtime.frontend.api.errors import ApiError
+from ep_runtime.frontend.api.errors import ApiError, shutting_down, stopped
 from ep_runtime.frontend.config import FrontendConfig
 from ep_runtime.frontend.engine_client import EngineClient
 from ep_runtime.frontend.generation import Generation
@@ -68,8 +68,8 @@ class Frontend:
         return self.config.served_model_name[0]
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404, as OpenAI does, unless `name` is served."""
-        if name is not None and name not in self.config.served_model_name:
+        """Raise ApiError 404, as OpenAI does, unless `name` is served; an empty one is none, as for vLLM."""
+        if name and name not in self.config.served_model_name:
             served = ", ".join(self.config.served_model_name)
             raise ApiError(
                 404, f"The model {name[:200]!r} is not served; this server has: {served}", param="model", code="model_not_found"
@@ -101,10 +101,10 @@ class Frontend:
     def open_engine(self) -> EpochReady:
         """What is known of the model. Raises ApiError 503 while draining, before the first epoch, and after the last."""
         if self.draining:
-            raise ApiError(503, "The server is shutting down", code="draining", retry_after=5)
+            raise shutting_down()
         health = self.engine.health
         if health.phase is Phase.FAILED:
-            raise ApiError(503, f"The engine has stopped: {health.reason}", code="not_ready", retry_after=30)
+            raise stopped(health.reason)
         if self.engine.info is None:
             raise ApiError(503, f"The model is not ready: {health.reason}", code="not_ready", retry_after=5)
         return self.engine.info

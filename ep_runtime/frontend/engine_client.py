@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 
+from ep_runtime.frontend.api.errors import ApiError, stopped
 from ep_runtime.frontend.journal import Entry, Journal, Sink, ended_unseen
 from ep_runtime.frontend.link import Link
 from ep_runtime.frontend.metrics import Metrics
@@ -27,7 +28,6 @@ from protocol.messages import (
     Mask,
     Recovered,
     Results,
-    SequenceUpdate,
     Submit,
     Takeover,
     ToFrontend,
@@ -120,9 +120,9 @@ class EngineClient:
         else:
             self._start(entry)
 
-    def fail_all(self, status: int, reason: str) -> None:
+    def fail_all(self, error: ApiError) -> None:
         """Give every unfinished sequence a terminal error; the engine, if one runs, is told to stop them."""
-        self._fail([entry.request_id for entry in self._journal.unfinished()], status, reason)
+        self._fail([entry.request_id for entry in self._journal.unfinished()], error)
 
     def _start(self, entry: Entry) -> None:
         if self._epoch is None or entry.mask_due:
@@ -130,10 +130,9 @@ class EngineClient:
         entry.epochs.append(self._epoch)
         self._link.send(entry.replay())
 
-    def _fail(self, request_ids: list[str], status: int, reason: str) -> None:
+    def _fail(self, request_ids: list[str], error: ApiError) -> None:
         for entry in self.abort(request_ids):
-            update = SequenceUpdate(request_id=entry.request_id, tokens=[], finish="error", error=reason, status=status)
-            entry.sink.deliver(update)
+            entry.sink.fail(error)
 
     # What is received
 
@@ -228,7 +227,7 @@ class EngineClient:
         self.heard.set()
         log.warning("epoch %d ended (%s): %s", ended.epoch, "for good" if ended.final else "to be continued", ended.reason)
         if ended.final:
-            self.fail_all(503, f"the engine has stopped: {ended.reason}")
+            self.fail_all(stopped(ended.reason))
 
     def _suspect(self, ended: EpochEnded) -> None:
         """Sequences that were in this epoch may have ended it; one that ran alone did, and gets the error."""
@@ -237,7 +236,7 @@ class EngineClient:
         alone = self._journal.get(ended.alone)
         if alone is not None and ended.epoch in alone.epochs:
             reason = f"The engine failed while it was running this request alone, so the request is given up: {ended.reason}"
-            self._fail([alone.request_id], 500, reason)
+            self._fail([alone.request_id], ApiError(500, reason, code="engine_error"))
 
     def _leave(self) -> None:
         """No engine runs: nothing that it was asked or has told holds any more."""

@@ -48,6 +48,11 @@ class Sequence:
         if self.grammar is not None and self.choice.finish is None and update.tokens:
             self.grammar.advance(update.tokens, self.choice.generated)
 
+    def fail(self, error: ApiError) -> None:
+        """The sequence is given up, and its request with it."""
+        if self.choice.finish is None:
+            self._owner.fail(error)
+
     def _observe(self) -> None:
         metrics, now = self._owner.metrics, self._owner.clock()
         if self._first == 0.0:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ep_runtime.frontend.api.errors import ApiError, error_response
 
-OPEN_PATHS = ("/health", "/ready", "/metrics")
+OPEN_PATHS = ("/health", "/ping", "/ready", "/metrics")
 
 
 class Guard:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from ep_runtime.frontend.api.errors import ApiError
 from protocol.loops import several
 from protocol.messages import SequenceUpdate, Submit
 
@@ -22,6 +23,9 @@ class Sink(Protocol):
 
     def deliver(self, update: SequenceUpdate) -> None:
         """Take one update of this sequence."""
+
+    def fail(self, error: ApiError) -> None:
+        """This sequence is given up by this process."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -28,6 +28,9 @@ from ep_runtime.frontend.text_stack import TextStack
 EXIT_CONFIG = 2
 """Exit status when the settings, the model's text files or the address cannot be used: starting again does not help."""
 
+REFUSED_LINE = "refused: "
+MOST_REASON = 1000
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the frontend; returns the exit status: 0 after SIGTERM, EXIT_CONFIG when it cannot start."""
@@ -44,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         sock = listen_http(config.host, config.port) if config.listen_fd is None else adopt(config.listen_fd)
     except (ValidationError, TextError, ValueError, OSError) as error:
         sys.stderr.write(f"frontend: {error}\n")
+        sys.stdout.write(refusal_line(str(error)))
         return EXIT_CONFIG
     with sock:
         asyncio.run(run(config, text, sock))
@@ -63,6 +67,11 @@ async def run(config: FrontendConfig, text: TextStack, sock: socket.socket) -> N
         front.close()
         engine.close()
         text.close()
+
+
+def refusal_line(reason: str) -> str:
+    """The line of standard output that tells the supervisor why there is no frontend, for its own last line."""
+    return f"{REFUSED_LINE}{'; '.join(reason.splitlines())[:MOST_REASON]}\n"
 
 
 def package_version() -> str:

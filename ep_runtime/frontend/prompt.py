@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import Request
 
-from ep_runtime.frontend.api.chat_schema import ImagePart, Message, VideoPart
+from ep_runtime.frontend.api.chat_schema import ImagePart, Message, RefusalPart, TextPart, VideoPart
 from ep_runtime.frontend.api.errors import ApiError
 from ep_runtime.frontend.context import Frontend
 from ep_runtime.frontend.text_stack import ChatOptions, CheckLeast, RenderedPrompt
@@ -19,6 +19,9 @@ from ep_runtime.frontend.vision.memory import Hold
 from ep_runtime.frontend.vision.placeholders import check_counts, check_literals, expand, write_times
 from ep_runtime.frontend.vision.settings import Placeholders
 from protocol.messages import EpochReady
+
+UNUSED = {"refusal", "annotations", "parsed"}
+"""Fields of messages that are accepted and not used."""
 
 
 def media_parts(messages: Sequence[Message]) -> list[MediaPart]:
@@ -37,13 +40,23 @@ def media_parts(messages: Sequence[Message]) -> list[MediaPart]:
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as the template side takes them, without the fields that are accepted and not used, and without the URLs."""
-    plain = [message.model_dump(exclude_none=True, exclude={"refusal", "annotations"}) for message in messages]
+    plain = [message.model_dump(exclude_none=True, exclude=UNUSED) for message in messages]
     for message in plain:
         if isinstance(message.get("content"), list):
-            message["content"] = [
-                part if part["type"] == "text" else {"type": part["type"].removesuffix("_url")} for part in message["content"]
-            ]
+            message["content"] = [plain_part(part) for part in message["content"]]
+        for call in message.get("tool_calls", ()):
+            call["function"].pop("parsed_arguments", None)
     return plain
+
+
+def plain_part(part: dict[str, Any]) -> dict[str, str]:
+    """A part as the template side takes it: a refusal is a text, and of an image or a video its kind alone is told."""
+    match part["type"]:
+        case "text":
+            return part
+        case "refusal":
+            return {"type": "text", "text": part["refusal"]}
+    return {"type": part["type"].removesuffix("_url")}
 
 
 def without_media(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -140,5 +153,8 @@ def message_texts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
             yield f"messages.{index}.content", message.content
         elif message.content is not None:
             for place, part in enumerate(message.content):
-                if part.type == "text":
-                    yield f"messages.{index}.content.{place}", part.text
+                match part:
+                    case TextPart():
+                        yield f"messages.{index}.content.{place}", part.text
+                    case RefusalPart():
+                        yield f"messages.{index}.content.{place}", part.refusal

@@ -14,6 +14,7 @@ from collections.abc import Generator
 import uvicorn
 from fastapi import FastAPI
 
+from ep_runtime.frontend.api.errors import shutting_down
 from ep_runtime.frontend.connection import connection_class
 from ep_runtime.frontend.context import Frontend
 from ep_runtime.frontend.listening import BACKLOG
@@ -94,4 +95,4 @@ async def drain(front: Frontend, stop_now: asyncio.Event) -> None:
     await asyncio.wait({idle, hurry}, timeout=front.config.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
     idle.cancel()
     hurry.cancel()
-    front.engine.fail_all(503, "the server is shutting down")
+    front.engine.fail_all(shutting_down())

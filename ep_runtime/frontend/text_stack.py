@@ -29,7 +29,7 @@ from ep_runtime.frontend.text.stops import StopMatcher
 from ep_runtime.frontend.text.template import ChatTemplate
 from ep_runtime.frontend.text.token_bound import utf8_size
 from ep_runtime.frontend.text.tokenizer import Tokenizer
-from ep_runtime.frontend.text.tools import choose_parser, marker_tokens, tool_parser
+from ep_runtime.frontend.text.tools import OutputForm, choose_parser, marker_tokens, tool_parser
 from ep_runtime.frontend.text_jobs import TextJobs
 from ep_runtime.frontend.vision.settings import VisionSettings, load_vision
 from protocol.messages import VisionInput
@@ -62,7 +62,7 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputRules:
-    """How one request's output is cut up. `tools` None: no call is looked for."""
+    """How one request's output is cut up. `tools` None: no call is looked for. `form`: what a grammar holds it to."""
 
     stops: list[str]
     include_stop: bool = False
@@ -70,6 +70,7 @@ class OutputRules:
     min_tokens: int = 0
     reasoning: bool = False
     tools: list[dict[str, Any]] | None = None
+    form: OutputForm = "free"
     single_tool_call: bool = False
     tool_finish: str = "tool_calls"
 
@@ -102,7 +103,7 @@ class TextStack:
 
     @classmethod
     def load(cls, config: FrontendConfig) -> TextStack:
-        """Read the model's text files. Raises TextError naming what is missing, ValueError for an unknown parser."""
+        """Read the model's text files. Raises TextError naming what is missing."""
         folder = Path(config.tokenizer_dir)
         tokenizer = Tokenizer.load(folder)
         try:
@@ -116,8 +117,6 @@ class TextStack:
         config_json = Path(config.model) / "config.json"
         family = json.loads(config_json.read_text()).get("model_type", "") if config_json.is_file() else ""
         stack = cls(config, tokenizer, template, family)
-        reasoning_splitter(stack.reasoning_name)
-        tool_parser(stack.tool_parser_name)
         log.info("sampling defaults of the model: %s (generation_config %s)", stack.defaults.text(), config.generation_config)
         return stack
 
@@ -162,7 +161,7 @@ class TextStack:
             ),
             stops=StopMatcher(rules.stops, rules.include_stop),
             reasoning=self._splitter(prompt) if rules.reasoning else None,
-            tools=None if name == "none" else tool_parser(name, rules.tools),
+            tools=None if name == "none" else tool_parser(name, rules.tools, form=rules.form),
             include_stop=rules.include_stop,
             min_tokens=rules.min_tokens,
             single_tool_call=rules.single_tool_call,
@@ -187,6 +186,14 @@ class TextStack:
             return factory.tool_calls(tools, choice, self.tool_parser_name, parallel=parallel)
 
         return await self.compiler.compile(make, tools, "tools")
+
+    async def either_grammar(self, tools: list[dict[str, Any]], schema: dict[str, Any] | None, parallel: bool) -> Grammar:
+        """A grammar of calls of these tools, or of JSON that fits `schema`. Raises ApiError."""
+
+        def make(factory: GrammarFactory) -> Grammar:
+            return factory.calls_or_json(tools, schema, self.tool_parser_name, parallel=parallel)
+
+        return await self.compiler.compile(make, [tools, schema], "response_format")
 
     async def constrain(
         self, grammar: Grammar, prompt: RenderedPrompt, count: int, reasoning: bool

@@ -30,6 +30,9 @@ REFUSED_STATUS = 2
 """`ep_runtime.frontend.main.EXIT_CONFIG`: starting again does not help."""
 READY_LINE = b"ready"
 """What the frontend prints once an engine has announced itself to it."""
+REFUSED_LINE = b"refused: "
+"""`ep_runtime.frontend.main.REFUSED_LINE`: what it prints, with the reason behind it, before it ends with REFUSED_STATUS."""
+LONGEST_LINE = 65536
 STEADY_SECONDS = 60.0
 """A frontend that lived so long had come up, though no engine may have let it say so."""
 STDOUT = 1
@@ -101,6 +104,7 @@ class Frontend:
         self._child: Child | None = None
         self._output = -1
         self._line = b""
+        self._reason = ""
         self._ready = False
         self._began = 0.0
         self._ending = False
@@ -112,7 +116,7 @@ class Frontend:
 
     def start(self) -> None:
         """Start a process; one that the system does not give has ended at once."""
-        self._line, self._ready, self._began = b"", False, time.monotonic()
+        self._line, self._reason, self._ready, self._began = b"", "", False, time.monotonic()
         self._renew_outbox()
         self._output, theirs = os.pipe()
         os.set_blocking(self._output, False)
@@ -173,7 +177,7 @@ class Frontend:
             self._child.send(signal.SIGKILL)
 
     def _pass_output(self) -> None:
-        """Hand on what it prints, and look for the line that says that it is ready."""
+        """Hand on what it prints, line by line, except the one that says why it cannot start: that is the end's to tell."""
         try:
             data = os.read(self._output, 65536)
         except BlockingIOError:
@@ -181,14 +185,28 @@ class Frontend:
         if not data:
             self._close_output()
             return
-        lines = (self._line + data).split(b"\n")
-        self._ready = self._ready or READY_LINE in lines[:-1]
-        self._line = lines[-1][-len(READY_LINE) - 1 :]
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            self._take_line(line)
+        if len(self._line) > LONGEST_LINE:
+            self._hand_on(self._line)
+            self._line = b""
+
+    def _take_line(self, line: bytes) -> None:
+        if line.startswith(REFUSED_LINE):
+            self._reason = line.removeprefix(REFUSED_LINE).decode(errors="replace")
+            return
+        self._ready = self._ready or line == READY_LINE
+        self._hand_on(line + b"\n")
+
+    def _hand_on(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # nobody reads this process's own output: no reason to end
             os.write(STDOUT, data)
 
     def _close_output(self) -> None:
         if self._output >= 0:
+            self._hand_on(self._line)
+            self._line = b""
             self._loop.forget(self._output)
             os.close(self._output)
             self._output = -1
@@ -204,4 +222,5 @@ class Frontend:
         if self._ending:
             self._listener.close()  # nobody will take what would wait there
         ready = self._ready or time.monotonic() - self._began >= STEADY_SECONDS
-        self._on_end(FrontendEnded(str(how), ready=ready, refused=how.status == REFUSED_STATUS))
+        told = f"{how}: {self._reason}" if self._reason else str(how)
+        self._on_end(FrontendEnded(told, ready=ready, refused=how.status == REFUSED_STATUS))

@@ -65,6 +65,7 @@ class HeadLink:
         """The rank that a daemon had, whose weights it holds; it asks for it once."""
         self._tries = 0
         self._told = ""
+        self._had_head = False
         self._alone_since = time.monotonic()
         self._timer: Timer | None = None
         self._closed = False
@@ -118,7 +119,8 @@ class HeadLink:
             else:
                 self._open(result)
         elif isinstance(result, EpLinkLost | OSError):
-            self._again(str(result))
+            # Ranks start in any order: that a head has not come up yet is nothing wrong.
+            self._again(str(result), logging.WARNING if self._had_head else logging.INFO)
         else:
             self._give_up(str(result))
 
@@ -153,7 +155,7 @@ class HeadLink:
                 return
             case Welcome(rank):
                 self._set_timer(None)
-                self._tries, self._told, self.welcomed = 0, "", True
+                self._tries, self._told, self.welcomed, self._had_head = 0, "", True, True
                 if self._join.rank is None:
                     self._wish = rank
         self._on_message(message)
@@ -179,7 +181,7 @@ class HeadLink:
             self._on_lost(error)
         self._again(error)
 
-    def _again(self, reason: str) -> None:
+    def _again(self, reason: str, level: int = logging.WARNING) -> None:
         if self._closed:
             return
         alone = time.monotonic() - self._alone_since
@@ -189,7 +191,7 @@ class HeadLink:
             self._give_up(f"no head for {alone:.0f} s: {reason}")
         else:
             self._tries += 1
-            log.log(logging.DEBUG if reason == self._told else logging.WARNING, "no head yet (%s); trying again", reason)
+            log.log(logging.DEBUG if reason == self._told else level, "no head yet (%s); trying again", reason)
             self._told = reason
             self._set_timer(self._loop.later(connect_pause(self._tries), self._try))
 

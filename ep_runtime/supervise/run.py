@@ -99,6 +99,7 @@ def head(given: RuntimeConfig, place: Place, modules: Modules) -> int:
         model = model_folder(config.model)
         if config.model != DEMO and Path(config.model).is_dir():
             config = config.model_copy(update={"model": str(model)})
+        told = frontend_config(config, model, folder.path, http.fileno())
         shown = localise(config, model=config.model, cores=own_cores(), local_world=place.local_world, token=config.token)
         print(f"ep-runtime {package_version()}: resolved configuration\n{shown.table()}", flush=True)
         outcome = Outcome(loop)
@@ -108,7 +109,6 @@ def head(given: RuntimeConfig, place: Place, modules: Modules) -> int:
         # The supervisor's own end is not the server's: the coordinator finishes when every member has left.
         supervisor = Supervisor(loop, theirs, post, lambda status, cause: None)
         loop.on_signals(SIGNALS, lambda number: coordinator.ask_stop(number.name))
-        told = frontend_config(config, model, folder.path, http.fileno())
         frontend = Frontend(loop, modules.frontend, told, http, coordinator.frontend_ended)
         coordinator.start(frontend, listener, ours)
         supervisor.start()

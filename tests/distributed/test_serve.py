@@ -52,6 +52,7 @@ def test_two_ranks_answer_in_english_and_end_in_order(server: DemoServer, capsys
     with urllib.request.urlopen(request, timeout=END_SECONDS) as response:
         assert json.load(response)["choices"][0]["message"]["content"] == answer
     end(server)
+    assert not [line for line in server.log().splitlines() if " WARNING " in line]
 
 
 @pytest.mark.parametrize("server", [("--dtype=float32",)], indirect=True)

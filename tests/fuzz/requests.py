@@ -45,6 +45,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "messages": [USER],
             "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "integer"}}},
         },
+        {"messages": [USER], "tools": [TOOL], "response_format": {"type": "json_object"}, "max_tokens": 20, "best_of": 1},
         {
             "messages": [USER, {"role": "assistant", "content": "The"}],
             "continue_final_message": True,

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
+import openai
 import pytest
+from pydantic import BaseModel
 
 from ep_runtime.frontend.sampling import derive_seed
 from tests.http.conftest import TEXT, Stack
+
+MakeStack = Callable[..., Stack]
 
 USER = [{"role": "user", "content": "Hi"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
@@ -259,3 +264,165 @@ def test_content_parts_and_harmless_fields(stack: Stack) -> None:
     prompt = stack.tokenizer.decode(stack.engine.submits(1)[0].prompt, skip_special_tokens=False)
     assert "user\none\ntwo<|im_end|>" in prompt
     assert "<|im_start|>system\nseven" in prompt
+
+
+BOTH_WAYS = pytest.mark.parametrize("stream", [False, True])
+
+
+def read_choice(stack: Stack, *, stream: bool, **fields: object) -> tuple[str, list[list[str]], str]:
+    """Content, calls as name and arguments, and finish_reason."""
+    answer = stack.client().chat.completions.create(model="tiny", messages=USER, stream=stream, **fields)
+    if not stream:
+        choice = answer.choices[0]
+        calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or []]
+        return choice.message.content or "", calls, choice.finish_reason
+    content, calls, finish = "", [], ""
+    for chunk in answer:
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        for call in delta.tool_calls or []:
+            calls += [[call.function.name, ""]] if call.function.name else []
+            calls[-1][1] += call.function.arguments or ""
+        finish = chunk.choices[0].finish_reason or finish
+    return content, calls, finish
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    "held", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}], ids=["calls", "either"]
+)
+def test_a_forced_call_that_is_cut_is_never_content(stack: Stack, stream: bool, held: dict[str, object]) -> None:
+    stack.output = CALL
+    ids = stack.tokenizer.encode(CALL, False)
+    named = len(CALL[: CALL.index('get_weather"') + len('get_weather"')])
+    for size in range(1, len(ids), 3):
+        content, calls, finish = read_choice(stack, stream=stream, tools=TOOLS, max_tokens=size, **held)
+        assert (content, finish) == ("", "length")
+        assert [name for name, _ in calls] == (["get_weather"] if len(stack.tokenizer.decode(ids[:size])) >= named else [])
+        assert all('{"city": "Paris"}'.startswith(arguments) for _, arguments in calls)
+
+
+QUOTE = "Say <tool_call> first."
+FORM = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "answer",
+        "schema": {"type": "object", "properties": {"text": {"const": QUOTE}}, "required": ["text"], "additionalProperties": False},
+    },
+}
+
+
+@BOTH_WAYS
+def test_response_format_with_tools_takes_a_call_or_the_schema(stack: Stack, stream: bool) -> None:
+    stack.output = CALL
+    content, calls, finish = read_choice(stack, stream=stream, tools=TOOLS, response_format=FORM)
+    assert (content, calls, finish) == ("", [["get_weather", '{"city": "Paris"}']], "tool_calls")
+    stack.output = json.dumps({"text": QUOTE})
+    content, calls, finish = read_choice(stack, stream=stream, tools=TOOLS, response_format=FORM, tool_choice="auto")
+    assert (json.loads(content), calls, finish) == ({"text": QUOTE}, [], "stop")
+    assert all(submit.sampling.grammar for submit in stack.engine.submits(2))
+    stack.output = f"one</think>{CALL}"
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    content, calls, finish = read_choice(stack, stream=stream, tools=TOOLS, response_format=FORM, extra_body=thinking)
+    assert (content, calls, finish) == ("", [["get_weather", '{"city": "Paris"}']], "tool_calls")
+    # Words that are neither are not allowed.
+    stack.output = "Paris."
+    content, calls, _ = read_choice(stack, stream=stream, tools=TOOLS, response_format=FORM)
+    assert calls or json.loads(content) == {"text": QUOTE}
+
+
+def test_a_forced_call_outweighs_the_response_format(stack: Stack) -> None:
+    stack.output = json.dumps({"text": QUOTE})
+    _, calls, _ = read_choice(stack, stream=False, tools=TOOLS, response_format=FORM, tool_choice="required", max_tokens=60)
+    assert [name for name, _ in calls] == ["get_weather"]
+    content, calls, _ = read_choice(stack, stream=False, tools=TOOLS, response_format=FORM, tool_choice="none")
+    assert (json.loads(content), calls) == ({"text": QUOTE}, [])
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_of_an_earlier_turn_is_taken_under_both_names(make_stack: MakeStack, name: str) -> None:
+    template = "{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }}|{{ m.content }}{% endfor %}"
+    stack = make_stack(chat_template=template)
+    stack.engine_of(1)
+    stack.server.wait_line("out", "ready")
+    turn = {"role": "assistant", "content": "Paris", name: "one two"}
+    assert stack.chat(messages=[turn, {"role": "user", "content": "Hi"}], max_tokens=1).status_code == 200
+    assert stack.tokenizer.decode(stack.engine.submits(1)[0].prompt) == "one two|one two|Paris||Hi"
+    assert stack.chat(messages=[turn | {"reasoning": "one two"}], max_tokens=1).status_code == 200
+
+
+NEUTRAL_FIELDS = {
+    "best_of": 1,
+    "suffix": "",
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "bad_words": [],
+    "logits_processors": [],
+    "return_tokens_as_token_ids": False,
+    "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "stop": [],
+    "stop_token_ids": [],
+    "logit_bias": {},
+    "echo": False,
+}
+NEUTRAL_CHAT = {
+    "functions": [],
+    "function_call": "none",
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "top_logprobs": 0,
+    "logprobs": False,
+    "documents": [],
+    "include_reasoning": True,
+    "mm_processor_kwargs": {},
+    "modalities": ["text"],
+}
+
+
+def test_neutral_values_of_unsupported_fields_are_taken(stack: Stack) -> None:
+    assert stack.complete(**NEUTRAL_FIELDS, max_tokens=1).status_code == 200
+    assert stack.chat(**NEUTRAL_FIELDS, **NEUTRAL_CHAT, max_tokens=1).status_code == 200
+    options = {"include_usage": True, "continuous_usage_stats": False}
+    assert stack.chat(stream=True, stream_options=options, max_tokens=1).status_code == 200
+
+
+def test_tools_are_refused_by_a_model_without_them(make_stack: MakeStack) -> None:
+    stack = make_stack(tool_call_parser="none")
+    stack.engine_of(1)
+    stack.server.wait_line("out", "ready")
+    with pytest.raises(openai.BadRequestError, match="tools are not supported") as refused:
+        stack.client().chat.completions.create(model="tiny", messages=USER, tools=TOOLS)
+    assert refused.value.param == "tools"
+
+
+class Weather(BaseModel):
+    """The city's."""
+
+    city: str
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, for the object that it has parsed
+def test_what_the_clients_parse_gives_may_be_sent_back(make_stack: MakeStack) -> None:
+    stack = make_stack(chat_template="{{ messages | tojson }}", tool_call_parser="hermes")
+    stack.engine_of(1)
+    stack.server.wait_line("out", "ready")
+    parse = stack.client().chat.completions.parse
+    stack.output = '{"city": "Paris"}'
+    said = parse(model="tiny", messages=USER, response_format=Weather).choices[0].message
+    stack.output = CALL.replace("get_weather", "Weather")
+    called = parse(model="tiny", messages=USER, tools=[openai.pydantic_function_tool(Weather)]).choices[0].message
+    assert (said.parsed, called.tool_calls[0].function.parsed_arguments) == (Weather(city="Paris"), Weather(city="Paris"))
+    for message in (said, called, said.model_dump(), called.model_dump()):
+        again = stack.client().chat.completions.create(model="tiny", messages=[*USER, message, *USER], max_tokens=1)
+        assert again.choices[0].finish_reason == "length"
+    prompts = [stack.tokenizer.decode(submit.prompt) for submit in stack.engine.submits(6)[2:]]
+    assert all("Paris" in prompt and "parsed" not in prompt for prompt in prompts)
+
+
+def test_a_refusal_is_a_text_of_the_assistant(stack: Stack) -> None:
+    turn = {"role": "assistant", "content": [{"type": "refusal", "refusal": "one"}, {"type": "text", "text": "two"}]}
+    assert stack.chat(messages=[*USER, turn, *USER], max_tokens=1, model="").status_code == 200
+    assert "assistant\none\ntwo<|im_end|>" in stack.tokenizer.decode(stack.engine.submits(1)[0].prompt, False)

@@ -29,10 +29,20 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+JSON_STARTS = ("{", "{}", "{\\", "{'", '{}".', '{"', "{{", "{}'.")
+"""The tokens of the demo's vocabulary that begin an object."""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    flags = [f"--max-model-len={LIMIT}", "--num-blocks=256", "--max-num-seqs=8", "--drain-timeout=18"]
+    flags = [f"--max-model-len={LIMIT}", "--num-blocks=256", "--max-num-seqs=8", "--drain-timeout=18", "--tool-call-parser=hermes"]
     server = DemoServer(tmp_path_factory.mktemp("demo"), 2, *flags)
     yield server
     server.close()
@@ -53,6 +63,19 @@ def http(server: DemoServer) -> Iterator[httpx.Client]:
 def chat(client: openai.OpenAI, question: str = QUESTION, **fields: Any) -> Any:
     options = {"temperature": 0, "max_tokens": 24, **fields}
     return client.chat.completions.create(model="demo", messages=[{"role": "user", "content": question}], **options)
+
+
+def read(answer: Any, stream: bool) -> tuple[str, list[list[str]], str]:
+    """Content, calls as name and arguments, and finish_reason of an answer or a stream."""
+    content, calls, finish = "", [], ""
+    for choice in (chunk.choices[0] for chunk in answer) if stream else answer.choices:
+        part = choice.delta if stream else choice.message
+        content += part.content or ""
+        for call in part.tool_calls or []:
+            calls += [[call.function.name, ""]] if call.function.name else []
+            calls[-1][1] += call.function.arguments or ""
+        finish = choice.finish_reason or finish
+    return content, calls, finish
 
 
 def metric(http: httpx.Client, name: str) -> float:
@@ -131,11 +154,34 @@ def test_stop_strings_cut_the_text(client: openai.OpenAI) -> None:
     assert answer.choices[0].stop_reason == "ance is"
 
 
-def test_tools_are_refused_by_a_model_without_them(client: openai.OpenAI) -> None:
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-    with pytest.raises(openai.BadRequestError, match="tools are not supported") as refused:
-        chat(client, tools=tools)
-    assert refused.value.param == "tools"
+def forbid(http: httpx.Client, *texts: str) -> dict[str, float]:
+    """A logit_bias against these tokens."""
+    found = [http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"] for text in texts]
+    assert all(len(ids) == 1 for ids in found)
+    return {str(ids[0]): -100 for ids in found}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_and_a_schema_give_a_call_or_json(client: openai.OpenAI, http: httpx.Client, stream: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
+    fields = {"tools": TOOLS, "response_format": form, "max_tokens": 60, "temperature": 1.0, "seed": 5, "stream": stream}
+    content, calls, finish = read(chat(client, **fields, logit_bias=forbid(http, "<", "</", "<<")), stream)
+    assert (calls, finish) == ([], "stop")
+    jsonschema.validate(json.loads(content), SCHEMA)
+    content, calls, finish = read(chat(client, **fields, logit_bias=forbid(http, *JSON_STARTS)), stream)
+    assert (content, finish) == ("", "tool_calls")
+    assert calls
+    for name, arguments in calls:
+        assert name == "weather"
+        jsonschema.validate(json.loads(arguments), WEATHER)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("tokens", "named"), [(4, False), (16, True)])
+def test_a_forced_call_that_is_cut_leaks_no_markup(client: openai.OpenAI, stream: bool, tokens: int, named: bool) -> None:
+    content, calls, finish = read(chat(client, tools=TOOLS, tool_choice="required", max_tokens=tokens, stream=stream), stream)
+    assert (content, finish) == ("", "length")
+    assert [name for name, _ in calls] == ["weather"] * named
 
 
 @pytest.mark.parametrize("tokens", [LIMIT, LIMIT + 88])

@@ -17,6 +17,7 @@ from tests.http.conftest import Stack
 
 USER = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
+LIST_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "list"}}}
 FORCED = {"type": "function", "function": {"name": "g"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}
 JSON = {"type": "json_object"}
@@ -56,7 +57,11 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": FORCED}, "tool_choice"),
     ({"tools": [TOOL, TOOL]}, "tools"),
-    ({"tools": [TOOL], "response_format": JSON}, "response_format"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "list"}}}], "response_format": JSON},
+        "response_format",
+    ),
     ({"response_format": SCHEMA}, "response_format"),
     ({"response_format": JSON, "ignore_eos": True}, "ignore_eos"),
     ({"response_format": {}}, "response_format.type"),
@@ -65,8 +70,19 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"continue_final_message": True}, "continue_final_message"),
     ({"chat_template_kwargs": {"messages": []}}, "messages"),
     ({"best_of": 2}, "best_of"),
-    ({"functions": []}, "functions"),
+    ({"best_of": True}, "best_of"),
+    ({"functions": [TOOL["function"]]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
     ({"echo": True}, "echo"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"length_penalty": 1.1}, "length_penalty"),
+    ({"early_stopping": "never"}, "early_stopping"),
+    ({"bad_words": ["x"]}, "bad_words"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"extra_body": {"top_k": 1}}, "extra_body"),
+    ({"enable_thinking": False}, "enable_thinking"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    ({"messages": [*USER, {"role": "assistant", "reasoning": "a", "reasoning_content": "b"}]}, "messages.1.reasoning"),
 ]
 
 COMPLETION_REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -84,6 +100,7 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 21}, "logprobs"),
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 2}, "best_of"),
+    ({"max_completion_tokens": 2}, "max_completion_tokens"),
     ({"messages": USER}, "messages"),
 ]
 
@@ -101,13 +118,15 @@ def check_error(answer: Any, status: int, param: str | None = None) -> dict[str,
 
 @pytest.mark.parametrize(("fields", "param"), CHAT_REFUSALS, ids=lambda value: json.dumps(value)[:60])
 def test_chat_refusals_name_the_field(stack: Stack, fields: dict[str, Any], param: str) -> None:
-    check_error(stack.chat(**fields), 400, param)
+    message = check_error(stack.chat(**fields), 400, param)["message"]
+    assert "must be a JSON object" not in message
     assert stack.engine.received == []
 
 
 @pytest.mark.parametrize(("fields", "param"), COMPLETION_REFUSALS, ids=lambda value: json.dumps(value)[:60])
 def test_completion_refusals_name_the_field(stack: Stack, fields: dict[str, Any], param: str) -> None:
-    check_error(stack.complete(**fields), 400, param)
+    message = check_error(stack.complete(**fields), 400, param)["message"]
+    assert "must be a JSON object" not in message
     assert stack.engine.received == []
 
 
@@ -183,6 +202,19 @@ def test_the_declared_fields_may_be_null(stack: Stack) -> None:
 )
 def test_bad_json(stack: Stack, body: bytes) -> None:
     check_error(stack.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"}), 400)
+
+
+@pytest.mark.parametrize("text", ["\\ud800", "a\\udfffb", "\\ud83d\\ud83d\\ude00", "\\\\\\ud800 and more text"])
+def test_a_lone_surrogate_is_called_by_its_name(stack: Stack, text: str) -> None:
+    body = f'{{"prompt": "{text}"}}'.encode()
+    error = check_error(stack.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"}), 400)
+    assert "lone surrogate" in error["message"]
+
+
+@pytest.mark.parametrize("text", ['{"prompt": "a\\\\ud800', '{"prompt": "\\ud83d\\ude00\\u0041', '{"prompt": "'])
+def test_what_is_cut_off_has_no_lone_surrogate(stack: Stack, text: str) -> None:
+    answer = stack.http.post("/v1/completions", content=text.encode(), headers={"Content-Type": "application/json"})
+    assert check_error(answer, 400)["message"] == "The body is not valid JSON: Input data was truncated"
 
 
 def test_context_limit_exactly(stack: Stack) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
+from ep_runtime.frontend.main import package_version
 from protocol.messages import EpochReady, Recovered, SequenceUpdate
 from tests.http.conftest import TEXT, Stack, metric, wait_metric
 from tests.support.http_server import frontend_command, frontend_environment
 
 USER = [{"role": "user", "content": "Hi"}]
 MakeStack = Callable[..., Stack]
+DRAINING = (503, "draining", "5")
 
 
 def read_pieces(lines: Iterator[str], count: int | None = None) -> list[str]:
@@ -187,8 +189,8 @@ def test_drain_finishes_what_runs(make_stack: MakeStack) -> None:
     stack.server.terminate()
     assert "draining" in poll_ready(stack, 503).json()["reason"]
     refused = stack.chat()
-    assert refused.status_code == 503
-    assert "retry-after" in refused.headers
+    assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == DRAINING
+    assert refused.json()["error"]["message"] == "The server is shutting down"
     assert stack.http.get("/health").status_code == 200
     engine.release()
     assert running.result().json()["choices"][0]["message"]["content"] == TEXT
@@ -204,7 +206,9 @@ def test_drain_ends_after_its_time(make_stack: MakeStack) -> None:
     running = Background(stack.chat)
     request_id = engine.submits(1)[0].request_id
     stack.server.terminate()
-    assert running.result().status_code == 503
+    cut = running.result()
+    assert (cut.status_code, cut.json()["error"]["code"], cut.headers["retry-after"]) == DRAINING
+    assert cut.json()["error"]["message"] == "The server is shutting down"
     engine.aborted(request_id)
     assert stack.server.wait() == 0
 
@@ -232,7 +236,14 @@ def test_a_silent_engine_and_a_stuck_rank_are_not_ready(make_stack: MakeStack) -
     assert "rank 1 has not moved past step 10" in health.json()["reason"]
 
 
-BAD_SETTINGS = [{"port": 70000}, {"tokenizer": "/nonexistent"}, {"reasoning_parser": "psychic"}]
+BAD_SETTINGS = [
+    {"port": 70000},
+    {"tokenizer": "/nonexistent"},
+    {"reasoning_parser": "psychic"},
+    {"tool_call_parser": "psychic"},
+    {"chat_template": "/nonexistent"},
+    {"chat_template": "{% if %}"},
+]
 
 
 @pytest.mark.parametrize("config", BAD_SETTINGS, ids=str)
@@ -244,6 +255,10 @@ def test_bad_settings_end_with_status_2(model: Path, tmp_path: Path, config: dic
     )
     assert ended.returncode == 2
     assert ended.stderr.startswith("frontend: ")
+    # For the supervisor's last line: the same on one line.
+    assert ended.stdout.startswith("refused: ")
+    assert ended.stdout.count("\n") == 1
+    assert ended.stderr.splitlines()[-1].removeprefix("frontend: ") in ended.stdout
     assert "Traceback" not in ended.stderr
 
 
@@ -251,3 +266,14 @@ def test_the_process_imports_no_torch() -> None:
     code = "import sys, ep_runtime.frontend.main; print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
     command = [sys.executable, "-P", "-c", code]
     assert subprocess.run(command, capture_output=True, text=True, env=frontend_environment(), check=True).stdout == "[]\n"
+
+
+def test_health_answers_balancers_under_all_names(stack: Stack) -> None:
+    whole = stack.http.get("/health")
+    for answer in (stack.http.get("/ping"), stack.http.post("/ping"), stack.http.post("/ping", content=b"x")):
+        assert (answer.status_code, answer.json()) == (200, whole.json())
+    for path in ("/health", "/ready", "/ping"):
+        head = stack.http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == stack.http.get(path).headers["content-length"]
+    assert stack.http.get("/version").json() == {"version": package_version()}

@@ -31,6 +31,9 @@ class Collector:
     def deliver(self, update: SequenceUpdate) -> None:
         self.updates.append(update)
 
+    def fail(self, error: ApiError) -> None:
+        raise AssertionError(error)
+
 
 def submit(name: str, **sampling: object) -> Submit:
     return Submit(name, "group", [1, 2], SamplingParams(seed=1, **{"max_tokens": 4, **sampling}))

@@ -218,7 +218,8 @@ def test_draining_while_no_epoch_runs(make_stack: MakeStack, back: bool) -> None
             assert "".join(before + read_pieces(lines)) == TEXT
         else:
             rest = [line for line in lines if line]
-            assert "shutting down" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+            error = json.loads(rest[-2].removeprefix("data: "))["error"]
+            assert (error["message"], error["code"]) == ("The server is shutting down", "draining")
             assert rest[-1] == "data: [DONE]"
     stack.http.close()
     assert stack.server.wait() == 0

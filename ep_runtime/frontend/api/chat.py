@@ -70,7 +70,7 @@ def make_sampling(
             vocab_size=info.vocab_size,
             logprobs=top,
             prompt_logprobs=body.prompt_logprobs if index == 0 else None,
-            grammar=body.forces_tool or is_constrained(body),
+            grammar=body.forces_tool or body.wants_json,
             loops=loops,
         )
         for index in range(body.n)
@@ -150,11 +150,6 @@ def check_tools_served(front: Frontend, body: ChatRequest) -> None:
         raise ApiError(400, "tools are not supported by this model's chat template", param="tools", code="tools_unsupported")
 
 
-def is_constrained(body: ChatRequest) -> bool:
-    """True when response_format asks for JSON."""
-    return body.response_format is not None and body.response_format.type != "text"
-
-
 def output_rules(body: ChatRequest) -> OutputRules:
     """How the answer is cut up. A forced function ends with `stop`, as in OpenAI's API."""
     return OutputRules(
@@ -164,6 +159,7 @@ def output_rules(body: ChatRequest) -> OutputRules:
         min_tokens=body.min_tokens,
         reasoning=True,
         tools=body.active_tools or None,
+        form="calls" if body.forces_tool else "calls or json" if body.wants_json else "free",
         single_tool_call=body.parallel_tool_calls is False,
         tool_finish="stop" if isinstance(body.tool_choice, NamedToolChoice) else "tool_calls",
     )
@@ -171,12 +167,14 @@ def output_rules(body: ChatRequest) -> OutputRules:
 
 async def make_grammars(front: Frontend, body: ChatRequest, prompt: RenderedPrompt) -> Sequence[tuple[MaskSource, bytes] | None]:
     """Each sample's grammar with its first mask, None for free text. One compilation serves all samples."""
+    tools, parallel = body.active_tools, body.parallel_tool_calls is not False
     if body.forces_tool:
         choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedToolChoice) else "required"
-        grammar = await front.text.tool_grammar(body.active_tools, choice, body.parallel_tool_calls is not False)
-    elif body.response_format is None or body.response_format.type == "text":
+        grammar = await front.text.tool_grammar(tools, choice, parallel)
+    elif not body.wants_json:
         return [None] * body.n
+    elif tools:
+        grammar = await front.text.either_grammar(tools, body.response_schema, parallel)
     else:
-        schema = body.response_format.json_schema.schema_ if body.response_format.type == "json_schema" else None
-        grammar = await front.text.response_grammar(schema)
+        grammar = await front.text.response_grammar(body.response_schema)
     return await front.text.constrain(grammar, prompt, body.n, reasoning=True)

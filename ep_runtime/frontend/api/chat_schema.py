@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from ep_runtime.frontend.api.common_schema import MAX_LOGPROBS, SamplingFields, StrictModel, refuse
+from ep_runtime.frontend.api.common_schema import MAX_LOGPROBS, UNSUPPORTED, SamplingFields, StrictModel, refuse
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
@@ -16,6 +18,13 @@ class TextPart(StrictModel):
 
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(StrictModel):
+    """What the assistant said in place of an answer; a text like any other."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 class ImageUrl(StrictModel):
@@ -54,8 +63,10 @@ def _known_part(part: Any) -> Any:
 
 def _only_text(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind != "text":
-        raise refuse("messages", f"content parts of type {kind[:40]!r} are not supported in the assistant's messages: text is")
+    if isinstance(kind, str) and kind not in ("text", "refusal"):
+        raise refuse(
+            "messages", f"content parts of type {kind[:40]!r} are not supported in the assistant's messages: text and refusal are"
+        )
     return part
 
 
@@ -65,7 +76,7 @@ def _part_tag(part: Any) -> str | None:
     return f"{kind} part" if isinstance(kind, str) else None
 
 
-TextOnly = Annotated[TextPart, BeforeValidator(_only_text)]
+TextOnly = Annotated[Annotated[TextPart | RefusalPart, Field(discriminator="type")], BeforeValidator(_only_text)]
 AnyPart = Annotated[
     Annotated[TextPart, Tag("text part")]
     | Annotated[ImagePart, Tag("image_url part")]
@@ -102,6 +113,7 @@ class CalledFunction(StrictModel):
 
     name: str
     arguments: str
+    parsed_arguments: Any = Field(default=None, description="Accepted and not used")
 
 
 class MessageToolCall(StrictModel):
@@ -114,17 +126,26 @@ class MessageToolCall(StrictModel):
 
 
 class AssistantMessage(StrictModel):
-    """An earlier answer, as this server gives it."""
+    """An earlier answer, as this server gives it. `reasoning` is vLLM's newer name of `reasoning_content`."""
 
     role: Literal["assistant"]
     content: TextContent | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     refusal: str | None = Field(default=None, description="Accepted and not used")
     annotations: list[Any] | None = Field(default=None, description="Accepted and not used")
+    parsed: Any = Field(default=None, description="Accepted and not used, as parsed_arguments: OpenAI's client sends its own back")
     audio: None = None
     function_call: None = None
+
+    @field_validator("reasoning")
+    @classmethod
+    def _one_reasoning(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("reasoning_content") not in (None, value):
+            raise PydanticCustomError("refused", "reasoning and reasoning_content differ; give one of them")
+        return value
 
 
 class ToolMessage(StrictModel):
@@ -202,16 +223,20 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class ChatRequest(SamplingFields):
     """Body of POST /v1/chat/completions."""
 
-    unsupported: ClassVar[dict[str, str]] = {
+    unsupported: ClassVar[Mapping[str, str]] = {
+        **UNSUPPORTED,
         "functions": "use tools",
         "function_call": "use tool_choice",
         "audio": "the server answers with text",
         "web_search_options": "the server has no search",
-        "best_of": "ask for n and choose",
-        "suffix": "the model does not fill in",
         "echo": "use /v1/completions",
-        "use_beam_search": "sampling is the only search",
-        "length_penalty": "sampling is the only search",
+        "chat_template": "the server's own is used",
+        "documents": "write them into the messages",
+        "include_reasoning": "reasoning comes apart from the content, as reasoning_content",
+        "mm_processor_kwargs": "images are prepared as the model's own files say",
+        "enable_thinking": "give it in chat_template_kwargs",
+        "reasoning": "use reasoning_effort",
+        "thinking": "give what the model's template knows in chat_template_kwargs",
     }
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
@@ -236,7 +261,7 @@ class ChatRequest(SamplingFields):
     def _refuse_chat_contradictions(self) -> ChatRequest:
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise refuse("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs is only allowed when logprobs is true")
         if self.continue_final_message and self.add_generation_prompt:
             raise refuse("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
@@ -249,15 +274,22 @@ class ChatRequest(SamplingFields):
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) != len(names):
             raise refuse("tools", "two tools have the same name")
-        if self.tool_choice not in (None, "none") and not names:
+        if self.tool_choice not in (None, "none") and not names and (self.tools is None or self.tool_choice != "auto"):
             raise refuse("tool_choice", "tool_choice is only allowed when tools are given")
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names:
             raise refuse("tool_choice", f"tool_choice names {self.tool_choice.function.name[:64]!r}, which is not in tools")
-        constrained = self.response_format is not None and self.response_format.type != "text"
-        if constrained and names and self.tool_choice != "none":
-            raise refuse("response_format", "response_format and tools exclude each other unless tool_choice is none")
-        if self.ignore_eos and (constrained or self.forces_tool):
+        if self.ignore_eos and (self.wants_json or self.forces_tool):
             raise refuse("ignore_eos", "ignore_eos contradicts an output whose grammar ends")
+
+    @property
+    def wants_json(self) -> bool:
+        """True when response_format asks for JSON."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def response_schema(self) -> dict[str, Any] | None:
+        """The schema of the JSON that is asked for; None for any object."""
+        return self.response_format.json_schema.schema_ if isinstance(self.response_format, JsonSchemaFormat) else None
 
     @property
     def forces_tool(self) -> bool:

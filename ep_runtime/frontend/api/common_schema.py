@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 16
@@ -47,17 +48,71 @@ class RequestBody(StrictModel):
         return {key: value for key, value in data.items() if value is not None or key not in optional}
 
 
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "echo": (False,),
+    "documents": ([],),
+    "include_reasoning": (True,),
+    "mm_processor_kwargs": ({},),
+}
+"""Values of unsupported fields that ask for what is done anyway: defaults of OpenAI and vLLM, which some clients always send."""
+
+UNSUPPORTED = {
+    "best_of": "ask for n and choose",
+    "suffix": "the model does not fill in",
+    "use_beam_search": "sampling is the only search",
+    "length_penalty": "sampling is the only search",
+    "early_stopping": "sampling is the only search",
+    "bad_words": "use logit_bias",
+    "allowed_token_ids": "use logit_bias or response_format",
+    "logits_processors": "the server runs no code of a request",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "truncate_prompt_tokens": "a prompt that is too long is refused, not cut",
+    "guided_json": "use response_format",
+    "guided_regex": "use response_format with a schema that has a pattern",
+    "guided_choice": "use response_format with a schema that has an enum",
+    "guided_grammar": "use response_format",
+    "structured_outputs": "use response_format",
+    "request_id": "the server names its requests, in the answer's id and X-Request-Id",
+    "cache_salt": "the prefix cache is not divided",
+    "extra_body": "put its fields into the body itself, as OpenAI's client does",
+}
+"""Fields of both generation endpoints at OpenAI or vLLM that are refused, and why or what to use."""
+
+
+def is_neutral(name: str, value: object) -> bool:
+    """True when this value of an unsupported field changes nothing. A boolean is not taken for a number."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL.get(name, ()))
+
+
 class StreamOptions(StrictModel):
     """What a stream carries beside its choices."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = Field(default=None, description="Accepted; nothing is obfuscated")
+    continuous_usage_stats: bool | None = Field(default=None, description="true is refused: usage comes in the last event")
+
+    @field_validator("continuous_usage_stats")
+    @classmethod
+    def _usage_comes_last(cls, value: bool | None) -> bool | None:
+        if value:
+            raise refuse("stream_options", "continuous_usage_stats is not supported: usage comes in the stream's last event")
+        return value
 
 
 class SamplingFields(RequestBody):
     """How tokens are chosen and when they end, by OpenAI's names and vLLM's."""
 
-    unsupported: ClassVar[dict[str, str]] = {}
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
 
     model: str | None = Field(default=None, description="A served name; the server's own when absent")
     n: int = Field(default=1, ge=1, le=128)
@@ -80,6 +135,7 @@ class SamplingFields(RequestBody):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = Field(default=True, description="Accepted and not used: none are written")
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1, description="Lower runs first")
     max_loops: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         default=None, description="Most loops that a token runs, for looped models; the server's default when absent"
@@ -102,7 +158,7 @@ class SamplingFields(RequestBody):
     def _refuse_unsupported(cls, data: Any) -> Any:
         if isinstance(data, dict):
             for name, reason in cls.unsupported.items():
-                if data.get(name) is not None:
+                if data.get(name) is not None and not is_neutral(name, data[name]):
                     raise refuse(name, f"{name} is not supported: {reason}")
             return {key: value for key, value in data.items() if key not in cls.unsupported}
         return data

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from ep_runtime.frontend.api.chat_schema import ResponseFormat
-from ep_runtime.frontend.api.common_schema import MAX_LOGPROBS, SamplingFields, refuse
+from ep_runtime.frontend.api.common_schema import MAX_LOGPROBS, UNSUPPORTED, SamplingFields, refuse
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
@@ -42,12 +43,10 @@ def parse_prompts(value: Any) -> list[Prompt]:
 class CompletionRequest(SamplingFields):
     """Body of POST /v1/completions."""
 
-    unsupported: ClassVar[dict[str, str]] = {
-        "best_of": "ask for n and choose",
-        "suffix": "the model does not fill in",
-        "use_beam_search": "sampling is the only search",
-        "length_penalty": "sampling is the only search",
+    unsupported: ClassVar[Mapping[str, str]] = {
+        **UNSUPPORTED,
         "prompt_embeds": "give text or token ids",
+        "max_completion_tokens": "use max_tokens",
     }
 
     prompt: Annotated[Any, PlainValidator(parse_prompts), WithJsonSchema(PROMPT_SCHEMA)]

@@ -49,6 +49,16 @@ class ApiError(HTTPException):
         self.code = code
 
 
+def shutting_down() -> ApiError:
+    """The one answer of a server that drains, to a request that comes and to one that the end of the drain cuts."""
+    return ApiError(503, "The server is shutting down", code="draining", retry_after=5)
+
+
+def stopped(reason: str) -> ApiError:
+    """The answer of a server whose engine will not come back."""
+    return ApiError(503, f"The engine has stopped: {reason}", code="not_ready", retry_after=30)
+
+
 def error_type(status: int) -> str:
     """OpenAI's word for a status."""
     return ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -98,9 +108,9 @@ def describe_validation(error: RequestValidationError) -> tuple[str, str | None]
     found: list[tuple[bool, str, str]] = []
     for item in error.errors():
         loc, kind, message = told(item)
-        if not loc:
-            message = "The body must be a JSON object"
         param = item.get("ctx", {}).get("param")
+        if not loc and param is None:
+            message = "The body must be a JSON object"
         found.append((param is not None, param or locate(loc, error.body, kind), message))
     top = found[0][1].partition(".")[0]
     _, param, message = max((entry for entry in found if entry[1].partition(".")[0] == top), key=lambda e: (e[0], e[1].count(".")))

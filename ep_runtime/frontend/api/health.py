@@ -1,4 +1,4 @@
-"""/health: the process answers. /ready: the engine does, and every rank of it moves."""
+"""/health and /ping: the process answers. /ready: the engine does, and every rank of it moves. /version: of what program."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
+from ep_runtime.frontend.api.errors import error_responses
 from ep_runtime.frontend.context import frontend_of
 
 router = APIRouter(tags=["health"])
@@ -19,6 +20,14 @@ class HealthResponse(BaseModel):
     reason: str | None = None
 
 
+class VersionResponse(BaseModel):
+    """The version of this package."""
+
+    version: str
+
+
+# Balancers ask with HEAD, which has GET's answer without its body; the document would only say everything twice.
+@router.head("/health", include_in_schema=False)
 @router.get("/health", response_model=HealthResponse)
 async def health(request: Request) -> Response:
     """200 whenever this process answers; `reason` is /ready's."""
@@ -26,6 +35,26 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok", "epoch": front.engine.epoch, "reason": front.unready_reason()})
 
 
+@router.head("/ping", include_in_schema=False)
+@router.get("/ping", response_model=HealthResponse)
+async def ping(request: Request) -> Response:
+    """/health, by the name that vLLM and SageMaker have for it."""
+    return await health(request)
+
+
+@router.post("/ping", response_model=HealthResponse)
+async def post_ping(request: Request) -> Response:
+    """The same; a body is not looked at."""
+    return await health(request)
+
+
+@router.get("/version", response_model=VersionResponse, responses=error_responses(401))
+async def version(request: Request) -> Response:
+    """The version of this package."""
+    return JSONResponse({"version": request.app.version})
+
+
+@router.head("/ready", include_in_schema=False)
 @router.get(
     "/ready", response_model=HealthResponse, responses={503: {"model": HealthResponse, "description": "Not ready, and why"}}
 )

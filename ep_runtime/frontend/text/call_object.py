@@ -9,6 +9,7 @@ from enum import Enum
 from ep_runtime.frontend.text.tool_delta import CallList
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
+_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")')
 MAX_HEAD = 1024
 """A name and the start of the arguments come within so many characters, or the call is handed out when it is whole."""
 
@@ -72,6 +73,13 @@ class CallObject:
                 return position + 1
         self._emit(self.state, text[start:])
         return len(text)
+
+    def cut(self) -> None:
+        """The output has ended before the arguments. Where it is held to calls, a name that is whole is handed out without any."""
+        match = _NAME.match(self.raw) if self._calls.held else None
+        name = _load(match[1]) if match else None
+        if isinstance(name, str) and name:
+            self._begin(name)
 
     def _emit(self, state: State, text: str) -> None:
         if state is State.ARGUMENTS:

@@ -40,6 +40,11 @@ class TokenizerFiles:
     eos_ids: tuple[int, ...] = ()
 
 
+def is_template_text(given: str) -> bool:
+    """Whether what replaces a chat template is its text, and not the path of a file."""
+    return "{" in given or "\n" in given
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in `path`, None where there is no such file. Raises TokenizerError naming the file when it is unreadable."""
     if not path.is_file():

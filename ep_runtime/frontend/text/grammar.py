@@ -144,6 +144,19 @@ class GrammarFactory:
         rule = tool_calls_rule(tools, choice, parser_name, self._tokenizer, self._schema, parallel)
         return self._rule(rule)
 
+    def calls_or_json(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        schema: Mapping[str, Any] | None,
+        parser_name: str = "hermes",
+        *,
+        parallel: bool = True,
+    ) -> Grammar:
+        """Calls as `tool_calls` has them, or JSON under `schema` (any object without one): never both."""
+        calls, _, further = tool_calls_rule(tools, "required", parser_name, self._tokenizer, self._schema, parallel).partition("\n")
+        json_text = self._schema({"type": "object"} if schema is None else schema)
+        return self._rule(f"({calls}) | json_text\njson_text: %json {json_text}\n{further}")
+
     def _schema(self, schema: Mapping[str, Any] | bool) -> str:
         """The schema as JSON text with our options, checked for its size."""
         if isinstance(schema, bool):

@@ -58,8 +58,9 @@ def _message(index: int, message: Mapping[str, Any], needs: TemplateNeeds) -> di
     if result["role"] == "developer" and not needs.developer:
         result["role"] = "system"
     result["content"] = _content(where, message.get("content"), needs)
-    if "reasoning" in result:
-        result.setdefault("reasoning_content", result["reasoning"])
+    for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        if name in result:
+            result.setdefault(other, result[name])
     if "tool_calls" in result:
         if not isinstance(result["tool_calls"], Sequence) or isinstance(result["tool_calls"], str):
             raise TemplateError(f"{where}.tool_calls: not a list")

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 
 from ep_runtime.frontend.text.errors import TemplateError, TokenizerError
-from ep_runtime.frontend.text.folder import read_json, read_tokenizer_files
+from ep_runtime.frontend.text.folder import is_template_text, read_json, read_tokenizer_files
 from ep_runtime.frontend.text.messages import TemplateNeeds, normalise, template_needs
 from ep_runtime.frontend.text.sandbox import BUDGET_KEY, BoundedEnvironment, Budget, RenderLimits
 
@@ -147,7 +147,7 @@ class ChatTemplate:
 def _override(override: str | Path) -> str:
     """The text of an override: a file's, or the argument itself when it looks like a template."""
     text = str(override)
-    if isinstance(override, str) and ("{" in text or "\n" in text):
+    if isinstance(override, str) and is_template_text(text):
         return text
     try:
         return Path(override).read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +17,24 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-class CallList:
-    """Numbers the calls of one output and collects content and deltas between two `take`s."""
+class ToolParser(Protocol):
+    """A stream parser. Its total result does not depend on how the stream is cut into pieces."""
 
-    def __init__(self, make_id: Callable[[], str]) -> None:
+    def push(self, content: str) -> tuple[str, list[ToolCallDelta]]:
+        """Takes a piece of content; returns plain content and pieces of tool calls to emit."""
+
+    def finish(self) -> tuple[str, list[ToolCallDelta]]:
+        """The output has ended: what was held back. A call that never became one comes out as content."""
+
+
+class CallList:
+    """Numbers the calls of one output and collects content and deltas between two `take`s.
+
+    `held`: a grammar holds the output to calls, so what is no call is a piece of one that was cut off; it is dropped.
+    """
+
+    def __init__(self, make_id: Callable[[], str], held: bool = False) -> None:
+        self.held = held
         self._make_id = make_id
         self._content: list[str] = []
         self._deltas: list[ToolCallDelta] = []
@@ -28,7 +43,7 @@ class CallList:
 
     def text(self, content: str) -> None:
         """Adds plain content."""
-        if content:
+        if content and not self.held:
             self._content.append(content)
 
     def begin(self, name: str) -> None:

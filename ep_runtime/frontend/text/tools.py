@@ -5,26 +5,19 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal
 
-from ep_runtime.frontend.text.tool_delta import ToolCallDelta
+from ep_runtime.frontend.text.calls_or_json import CallsOrJson
+from ep_runtime.frontend.text.tool_delta import ToolCallDelta, ToolParser
 from ep_runtime.frontend.text.tools_hermes import HermesParser
 from ep_runtime.frontend.text.tools_mistral import MARKER, MistralParser
 from ep_runtime.frontend.text.tools_xml import XmlParser
 
-__all__ = ["TOOL_PARSER_NAMES", "ToolCallDelta", "ToolParser", "choose_parser", "marker_tokens", "tool_parser"]
+__all__ = ["TOOL_PARSER_NAMES", "OutputForm", "ToolCallDelta", "ToolParser", "choose_parser", "marker_tokens", "tool_parser"]
 
 TOOL_PARSER_NAMES = ("hermes", "qwen3_xml", "mistral", "none")
-
-
-class ToolParser(Protocol):
-    """A stream parser. Its total result does not depend on how the stream is cut into pieces."""
-
-    def push(self, content: str) -> tuple[str, list[ToolCallDelta]]:
-        """Takes a piece of content; returns plain content and pieces of tool calls to emit."""
-
-    def finish(self) -> tuple[str, list[ToolCallDelta]]:
-        """The output has ended: what was held back. A call that never became one comes out as content."""
+OutputForm = Literal["free", "calls", "calls or json"]
+"""What an output is held to: nothing, calls alone, or either calls alone or JSON alone."""
 
 
 class PlainParser:
@@ -39,19 +32,28 @@ class PlainParser:
         return "", []
 
 
-def tool_parser(name: str, tools: Sequence[dict[str, Any]] | None = None, make_id: Callable[[], str] | None = None) -> ToolParser:
+def tool_parser(
+    name: str,
+    tools: Sequence[dict[str, Any]] | None = None,
+    make_id: Callable[[], str] | None = None,
+    form: OutputForm = "free",
+) -> ToolParser:
     """A fresh parser for one output. Raises ValueError for an unknown name.
 
     `tools` (OpenAI's list) gives "qwen3_xml" the types of its parameters. `make_id` makes call ids; by default `call_` and 24
-    random hex digits, or 9 letters and digits for "mistral", whose templates accept nothing else.
+    random hex digits, or 9 letters and digits for "mistral", whose templates accept nothing else. In a `form` that a grammar holds
+    the output to, nothing of a call ever comes out as content.
     """
+    if form == "calls or json" and (tags := marker_tokens(name)):
+        return CallsOrJson(tool_parser(name, tools, make_id, "calls"), tags[0])
+    held = form == "calls"
     match name:
         case "hermes":
-            return HermesParser(make_id or _openai_id)
+            return HermesParser(make_id or _openai_id, held)
         case "qwen3_xml":
-            return XmlParser(make_id or _openai_id, tools or ())
+            return XmlParser(make_id or _openai_id, tools or (), held)
         case "mistral":
-            return MistralParser(make_id or _mistral_id)
+            return MistralParser(make_id or _mistral_id, held)
         case "none":
             return PlainParser()
     raise ValueError(f"unknown tool parser {name!r}; known: {', '.join(TOOL_PARSER_NAMES)}")

@@ -16,8 +16,8 @@ CLOSE = "</tool_call>"
 class HermesParser:
     """A stream parser; a call's end tag may be missing (the next text follows, or the output ends)."""
 
-    def __init__(self, make_id: Callable[[], str]) -> None:
-        self._calls = CallList(make_id)
+    def __init__(self, make_id: Callable[[], str], held: bool = False) -> None:
+        self._calls = CallList(make_id, held)
         self._text = TagText(OPEN, self._calls)
         self._object: CallObject | None = None
         self._closing: SpacedTag | None = None
@@ -37,8 +37,9 @@ class HermesParser:
         return self._calls.take()
 
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
-        """The output has ended: a call whose arguments had not begun comes out as content."""
+        """The output has ended: a call without arguments comes out as content, or as its name where calls are forced."""
         if self._object is not None and self._object.state is State.HEAD:
+            self._object.cut()
             self._text.give_back(self._object.raw)
         elif self._closing is not None:
             raw = self._closing.raw

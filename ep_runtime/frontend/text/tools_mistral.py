@@ -14,8 +14,8 @@ MARKER = "[TOOL_CALLS]"
 class MistralParser:
     """A stream parser; the closing bracket of the list may be missing."""
 
-    def __init__(self, make_id: Callable[[], str]) -> None:
-        self._calls = CallList(make_id)
+    def __init__(self, make_id: Callable[[], str], held: bool = False) -> None:
+        self._calls = CallList(make_id, held)
         self._text = TagText(MARKER, self._calls)
         self._object: CallObject | None = None
         self._between: list[str] | None = None
@@ -38,8 +38,9 @@ class MistralParser:
         return self._calls.take()
 
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
-        """The output has ended: a call whose arguments had not begun comes out as content."""
+        """The output has ended: a call without arguments comes out as content, or as its name where calls are forced."""
         if self._object is not None and self._object.state is State.HEAD:
+            self._object.cut()
             self._lost(self._object.raw)
         elif self._object is None and self._between is not None:
             self._lost("")

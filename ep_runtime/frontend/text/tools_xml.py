@@ -31,9 +31,9 @@ class XmlParser:
     white space before a tag and a parameter's value are kept in pieces, and only what may be a tag's start is looked at again.
     """
 
-    def __init__(self, make_id: Callable[[], str], tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, make_id: Callable[[], str], tools: Sequence[Mapping[str, Any]], held: bool = False) -> None:
         self._types = parameter_types(tools)
-        self._calls = CallList(make_id)
+        self._calls = CallList(make_id, held)
         self._text = TagText(OPEN, self._calls)
         self._step: Callable[[], bool] | None = None
         self._buffer = ""
@@ -51,7 +51,7 @@ class XmlParser:
         return self._calls.take()
 
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
-        """The output has ended: an unfinished tag or parameter comes out as content."""
+        """The output has ended: an unfinished tag or parameter comes out as content, or not at all where calls are forced."""
         if self._step == self._open_function:
             self._text.give_back(self._taken())
         elif self._step == self._value:

@@ -181,8 +181,12 @@ def test_what_was_chosen_may_contradict_what_was_given():
 
 def test_ranks_on_other_hosts_need_a_token_and_an_address():
     across = Facts(gpus=8, cores=64, world=16, local_world=8, master_addr="10.0.0.1", master_port=29500)
-    with pytest.raises(ValueError, match=r"coordinator_host 10\.0\.0\.1 .* no token"):
+    with pytest.raises(ValueError, match=r"8 of the 16 ranks are on other hosts .* no token"):
         resolve(RuntimeConfig(), across)
+    with pytest.raises(ValueError, match=r"coordinator_host 10\.0\.0\.1 .* no token"):
+        resolve(RuntimeConfig(coordinator_host="10.0.0.1"), CPU)
+    with pytest.raises(ValueError, match=r"^world_size is 2, but 1 rank was started .*, but no token is set \(token_file\)$"):
+        resolve(RuntimeConfig(world_size=2), CPU)
     config = resolve(RuntimeConfig(token="0123456789abcdef"), across)
     assert (config.coordinator_host, config.coordinator_port) == ("10.0.0.1", 29501)
     assert resolve(RuntimeConfig(), GPU).coordinator_host is None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ep_runtime.frontend.api.errors import ApiError
 from ep_runtime.frontend.choice import Choice, ChoiceDelta, ChoiceParts
 from ep_runtime.frontend.journal import Journal
 from ep_runtime.frontend.loops import LoopsRefused, choose_loops
@@ -72,6 +73,9 @@ def test_a_model_that_is_not_looped_is_asked_for_nothing() -> None:
 
 class Ignored:
     def deliver(self, update: SequenceUpdate) -> None:
+        """Nobody looks."""
+
+    def fail(self, error: ApiError) -> None:
         """Nobody looks."""
 
 

@@ -233,6 +233,9 @@ class Ignore:
     def deliver(self, update: SequenceUpdate) -> None:
         pass
 
+    def fail(self, error: ApiError) -> None:
+        pass
+
 
 def test_memory_is_held_for_each_sequence_until_it_ends() -> None:
     journal = Journal()

@@ -79,7 +79,7 @@ def test_a_refusal_for_now_is_tried_again(start):
 def test_a_head_that_is_not_there_yet_is_waited_for(start):
     head = start()
     head.listener.close()
-    head.output.until("no head yet")
+    head.output.until("INFO .*no head yet")
     head.listen_again()
     head.load()
 
@@ -336,6 +336,7 @@ def test_an_engine_that_dies_without_a_head_is_started_again_and_waits_loaded(st
     head.listener.close()
     head.drop()
     head.output.until("lost the head")
+    head.output.until("WARNING .*no head yet .cannot connect")
     engine = head.engine()
     head.output.mark()
     engine.kill()

@@ -9,7 +9,7 @@ import pytest
 
 from ep_runtime.config import RuntimeConfig
 from ep_runtime.frontend.listening import listen_http
-from ep_runtime.frontend.main import EXIT_CONFIG
+from ep_runtime.frontend.main import EXIT_CONFIG, refusal_line
 from ep_runtime.settings import ConfigRefused
 from ep_runtime.supervise import frontend as module
 from ep_runtime.supervise.events import FrontendEnded
@@ -29,6 +29,10 @@ mode = open(os.environ["MODE_FILE"]).read()
 if mode == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 elif mode != "serves":
+    if mode == "2":
+        print("a line before")
+        print("refused: no such thing", flush=True)
+        print("a part of one", end="", flush=True)
     sys.exit(int(mode))
 inbox = zmq.Context().socket(zmq.PULL)
 inbox.bind(f"ipc://{config['runtime_dir']}/frontend")
@@ -117,7 +121,10 @@ def test_how_it_ended_and_whether_it_had_come_up(stand):
     stand.start("7")
     assert stand.until_ended(1) == FrontendEnded("exit status 7")
     stand.start("2")
-    assert stand.until_ended(2) == FrontendEnded("exit status 2", refused=True)
+    assert stand.until_ended(2) == FrontendEnded("exit status 2: no such thing", refused=True)
+    stand.until_printed("a line before\na part of one")
+    assert "refused" not in stand.text
+    assert f"{module.REFUSED_LINE.decode()}why; it is\n" == refusal_line("why\nit is")
     stand.start()
     stand.until_printed("pid")
     os.kill(stand.pids()[0], signal.SIGKILL)

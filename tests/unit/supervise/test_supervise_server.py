@@ -108,6 +108,7 @@ def test_a_signal_to_every_rank_ends_everything_with_status_0(serve, number):
     assert server.statuses() == [0, 0]
     server.assert_over(*children)
     assert "device 1" in server.output
+    assert " WARNING " not in server.output
     assert "resolved configuration" in server.output
 
 
@@ -334,6 +335,24 @@ def test_a_frontend_that_cannot_start_ends_the_server_with_its_cause(serve):
     server = serve(1, "--no-standby", "--max-failed-starts=2", FAKE_FRONTEND="dies")
     assert server.statuses() == [1]
     assert "ep-runtime failed: the frontend: 2 starts in a row have failed; the last: exit status 7" in server.output
+    server.assert_over()
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--tool-call-parser=psychic", "tool_call_parser: there is none by the name 'psychic'; known: auto, hermes, "),
+        ("--reasoning-parser=psychic", "reasoning_parser: there is none by the name 'psychic'; known: auto, none, "),
+        ("--chat-template=/nowhere/at/all", "chat_template: there is no file /nowhere/at/all"),
+        ("--image-dir=/nowhere/at/all", "image_dir is no folder: /nowhere/at/all"),
+    ],
+)
+def test_what_is_not_there_is_found_by_serve_itself(serve, flag, reason):
+    server = serve(1, flag)
+    assert server.statuses() == [2]
+    assert server.output.startswith(f"ep-runtime: {reason}")
+    assert server.output.count("\n") == 1
+    assert "resolved configuration" not in server.output
     server.assert_over()
 
 

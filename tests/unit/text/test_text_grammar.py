@@ -12,7 +12,7 @@ import text_samples as samples
 from ep_runtime.frontend.text.errors import GrammarError
 from ep_runtime.frontend.text.grammar import MAX_PATTERN_CHARS, MAX_SCHEMA_BYTES, Grammar, GrammarFactory
 from ep_runtime.frontend.text.tokenizer import Tokenizer
-from ep_runtime.frontend.text.tools import tool_parser
+from ep_runtime.frontend.text.tools import marker_tokens, tool_parser
 
 WIDTH = 500  # above the tokenizer's 425, and no multiple of 32
 
@@ -200,6 +200,39 @@ def test_forced_calls_are_read_back_by_their_parser(
             jsonschema.validate(json.loads(arguments), schemas[name] or {"type": "object", "maxProperties": 0})
         if choice != "required":
             assert [name for name, _ in calls] == ["get_weather" if isinstance(choice, str) else "now"]
+
+
+@pytest.mark.parametrize("parser_name", ["hermes", "qwen3_xml", "mistral"])
+def test_calls_or_json_is_either_and_its_parser_agrees(
+    factory: GrammarFactory, byte_tokenizer: Tokenizer, parser_name: str
+) -> None:
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in samples.TOOLS}
+    quote = {"type": "array", "items": {"enum": ["<tool_call>", "[TOOL_CALLS]", '<tool_call>{"name": "now", "arguments": {}}']}}
+    for seed, lead in itertools.product(range(4), ['["', marker_tokens(parser_name)[0]]):
+        grammar = factory.calls_or_json(samples.TOOLS, {**quote, "minItems": 1, "maxItems": 3}, parser_name)
+        ids = byte_tokenizer.encode(lead, False)
+        assert all(grammar.accept(index) for index in ids)
+        text = byte_tokenizer.decode([*ids, *walk(grammar, byte_tokenizer, random.Random(seed))], False)
+        parser = tool_parser(parser_name, samples.TOOLS, form="calls or json")
+        outcome = [parser.push(text), parser.finish()]
+        content = "".join(content for content, _ in outcome)
+        calls: list[list[str]] = []
+        for delta in itertools.chain(*(deltas for _, deltas in outcome)):
+            calls += [[delta.name, ""]] if delta.name else []
+            calls[-1][1] += delta.arguments
+        assert bool(calls) is (lead != '["')
+        assert content == ("" if calls else text)
+        if not calls:
+            jsonschema.validate(json.loads(content), quote)
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), schemas[name] or {"type": "object", "maxProperties": 0})
+
+
+def test_calls_or_json_without_a_schema_is_an_object(factory: GrammarFactory, byte_tokenizer: Tokenizer) -> None:
+    first = {byte_tokenizer.encode(char, False)[0]: char for char in '{["<1'}
+    grammar = factory.calls_or_json(samples.TOOLS, None)
+    assert {first[index] for index in allowed(grammar) if index in first} == {"{"}
+    assert byte_tokenizer.token_id("<tool_call>") in allowed(grammar)
 
 
 def test_one_call_where_several_are_not_wanted(factory: GrammarFactory, byte_tokenizer: Tokenizer) -> None:

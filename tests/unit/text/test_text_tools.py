@@ -28,6 +28,24 @@ def parse(name: str, pieces: list[str], tools: list[dict[str, Any]] | None = Non
     return content, [(call[0], call[1]) for call in calls]
 
 
+def cut(name: str, text: str, form: str) -> tuple[str, list[tuple[str, str]]]:
+    """What a parser gives of an output that a grammar held to `form` and that ended here, however it was cut into pieces."""
+
+    def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+        parser = tool_parser(name, TYPED, lambda: "id", form)
+        content, calls = "", []
+        for text, deltas in [*(parser.push(piece) for piece in pieces), parser.finish()]:
+            content += text
+            for delta in deltas:
+                calls += [[delta.name, ""]] if delta.name else []
+                calls[-1][1] += delta.arguments
+        return content, [(call[0], call[1]) for call in calls]
+
+    whole = read([text])
+    assert read(list(text)) == whole
+    return whole
+
+
 def both_ways(name: str, text: str, tools: list[dict[str, Any]] | None = None) -> tuple[str, list[tuple[str, str]]]:
     whole = parse(name, [text], tools)
     assert parse(name, list(text), tools) == whole
@@ -255,3 +273,31 @@ def test_cuts_change_nothing(name: str, data: st.DataObject, cuts: list[int]) ->
     assert parse(name, samples.pieces_of(text, cuts), samples.TOOLS) == whole
     if not whole[1]:
         assert whole[0] == text
+
+
+TYPED = [{"type": "function", "function": {"name": "get", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+FORCED = {
+    "hermes": '<tool_call>\n{"name": "get", "arguments": {"a": 12, "b": "x<y"}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS] [{"name": "get", "arguments": {"a": 12, "b": "x<y"}}]',
+    "qwen3_xml": "<tool_call>\n<function=get>\n<parameter=a>\n12\n</parameter>\n"
+    "<parameter=b>\nx<y\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("form", ["calls", "calls or json"])
+@pytest.mark.parametrize("name", FORCED)
+def test_a_forced_call_never_comes_out_as_content_wherever_it_is_cut(name: str, form: str) -> None:
+    text = FORCED[name]
+    named = text.index(">", text.index("get")) + 1 if name == "qwen3_xml" else text.index('get"') + 4
+    for size in range(len(text) + 1):
+        content, calls = cut(name, text[:size], form)
+        assert content == ""
+        assert [call[0] for call in calls] == (["get"] if size >= named else [])
+        assert all('{"a": 12, "b": "x<y"}'.startswith(arguments) for _, arguments in calls)
+    assert cut(name, text, form) == ("", [("get", '{"a": 12, "b": "x<y"}')])
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_json_that_quotes_a_call_is_content(name: str) -> None:
+    for text in (json.dumps([FORCED[name]]), json.dumps(FORCED[name]), "[[1]]"):
+        assert cut(name, text, "calls or json") == (text, [])
