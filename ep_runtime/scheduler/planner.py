@@ -31,13 +31,17 @@ class Draft:
 
 
 class Planner:
-    """Makes plans from the books of a `Lifecycle`, reserving there what a plan uses."""
+    """Makes plans from the books of a `Lifecycle`, reserving there what a plan uses.
+
+    `_short` is the suspect whose turn it was when one was last looked for, and that had no room to start.
+    """
 
     def __init__(self, limits: SchedulerLimits, life: Lifecycle) -> None:
         self._limits = limits
         self._life = life
         self._numbers = 0
         self._was_solo = False
+        self._short: Sequence | None = None
 
     def make(self, encoded: Container[bytes], *, prompts: bool = True) -> StepRecord | None:
         """The next step, or None when no slot moves and no row is due. Without `prompts` only suspects get prompt rows."""
@@ -75,6 +79,7 @@ class Planner:
 
         The next suspect starts when no other runs, except such as wait for a grammar's mask.
         """
+        self._short = None
         for seq in self._life.running.solo[:]:
             if seq.planned < seq.prefill_len:
                 return self._plan_piece(draft, seq)
@@ -118,11 +123,14 @@ class Planner:
     def _admit_next(self, draft: Draft, *, alone: bool) -> bool:
         """Start the first waiting sequence with its first piece. False when it cannot start now: then nobody overtakes it.
 
-        That holds for one whose images are still to be encoded, too: those behind it wait, and only what runs goes on.
+        That holds for one whose images are still to be encoded, too: those behind it wait, and only what runs goes on. A suspect
+        is waited for when it lacks room alone: smaller ones that came later would take it for ever.
         """
         life = self._life
         seq = life.queue.peek(alone=alone)
         if seq is None or draft.room == 0 or not life.slot_free:
+            return False
+        if self._short is not None and self._short.key < seq.key:
             return False
         if life.overtakes(seq) or life.sibling_computes(seq):
             return False
@@ -135,6 +143,7 @@ class Planner:
             return False
         alloc = life.admit(seq, place)
         if alloc is None:
+            self._short = seq if alone else self._short
             return False
         draft.allocs.append(alloc)
         draft.admitted.append(seq)

@@ -249,6 +249,11 @@ class Scheduler:
         seq = self._live[request_id]
         return seq.tokens[seq.prompt_len :]
 
+    def waits(self, request_id: str) -> bool:
+        """Whether this is a live sequence without a slot, which needs its images encoded before it starts."""
+        seq = self._live.get(request_id)
+        return seq is not None and seq.state is SeqState.WAITING
+
     def live(self) -> list[str]:
         """The ids of all sequences without a terminal event, in order of submission."""
         return list(self._live)

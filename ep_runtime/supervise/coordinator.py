@@ -32,6 +32,8 @@ TICK_SECONDS = 0.25
 """Between looks at deadlines and at the ranks' progress."""
 MAX_STRANGERS = 64
 """Connections that have not joined; for one more the oldest of them goes."""
+ACCEPT_PAUSE_SECONDS = 1.0
+"""After a connection that could not be taken: the listener stays readable, and looking again at once would be all that is done."""
 JOIN_BYTES = 1 << 16
 """Longest message of one that has not joined: a stranger gets no more memory."""
 
@@ -90,6 +92,8 @@ class Coordinator:
         self._membership = membership_of(config)
         self._lateness = Lateness(time.monotonic())
         self._ticks: Timer | None = None
+        self._told = ""
+        """Why the last connection was turned away: a spare asks again every few seconds, for as long as the server runs."""
 
     def start(self, frontend: Frontend, listener: socket.socket | None, own: socket.socket) -> None:
         """Begin to take ranks: the own supervisor's over `own`, the others' from `listener`."""
@@ -98,7 +102,7 @@ class Coordinator:
         self._lateness = Lateness(now)
         self._adopt(own, "the head's supervisor", local=True)
         if listener is not None:
-            self._loop.watch(listener.fileno(), lambda: self._accept(listener))
+            self._listen(listener)
         self._perform(self._membership.start(now))
         self._tick()
 
@@ -117,11 +121,16 @@ class Coordinator:
             self._readable(connection)  # a send that had to wait has read meanwhile, which wakes nobody
         self._notify(events.Tick())
 
+    def _listen(self, listener: socket.socket) -> None:
+        self._loop.watch(listener.fileno(), lambda: self._accept(listener))
+
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, where = listener.accept()
         except OSError as error:
             log.warning("a connection could not be taken: %s", error)
+            self._loop.forget(listener.fileno())
+            self._loop.later(ACCEPT_PAUSE_SECONDS, lambda: self._listen(listener))
             return
         strangers = [one for one in self._connections if one.rank is None and not one.local]
         if len(strangers) >= MAX_STRANGERS:
@@ -178,7 +187,9 @@ class Coordinator:
         self._send(answer, Welcome(rank=answer, world=self._membership.world, config=config))
 
     def _turn_away(self, connection: Connection, refused: Refused) -> None:
-        log.warning("%s refused: %s", connection.link.peer, refused.reason)
+        level = logging.DEBUG if refused.reason == self._told else logging.WARNING
+        log.log(level, "%s refused: %s", connection.link.peer, refused.reason)
+        self._told = refused.reason
         try:
             connection.link.send(refused, timeout=0.2)
         except EpLinkLost as error:

@@ -23,7 +23,6 @@ from ep_runtime.supervise.process import Child
 from protocol.codec import encode
 from protocol.messages import EpochEnded, Recovered
 
-"""Connections that wait while there is no frontend, or a busy one."""
 QUEUE_MESSAGES = 1000
 """Messages that wait for a frontend that does not read; a recovery sends three."""
 REFUSED_STATUS = 2

@@ -79,6 +79,17 @@ def test_a_long_prompt_is_one_command_and_as_many_collectives_as_a_short_one(ran
     assert [(a["finish"], len(a["tokens"])) for a in long["answers"]] == [("length", 2)]
 
 
+def test_the_tokens_of_a_step_reach_the_ranks_in_one_collective(ranks: RankPool, checkpoint: Checkpoint) -> None:
+    folder = checkpoint("mixtral", "few")
+    counted = []
+    for sequences in (1, 4):
+        requests = [{"prompt": prompt(4, seed=number), "max_tokens": 5} for number in range(sequences)]
+        counted.append(ranks.run(2, CASES + "count_collectives", folder=str(folder), requests=requests, **SETTINGS)[0])
+    one, four = counted
+    assert [len(answer["tokens"]) for answer in four["answers"]] == [5] * 4
+    assert four["collectives"] == one["collectives"]
+
+
 def test_two_ranks_and_one_give_the_same_tokens_past_every_buffer(ranks: RankPool, checkpoint: Checkpoint) -> None:
     """A frame of many kilobytes of tokens, in one chunk and in ragged ones."""
     folder = checkpoint("mixtral", "few")

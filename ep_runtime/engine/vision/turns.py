@@ -48,8 +48,8 @@ class ImageTurns:
         encoder = self._encoder
         if encoder is None:
             return False
-        if encoder.busy and not any(request_id in self._requests for request_id in encoder.requests):
-            encoder.drop()
+        if encoder.busy and not any(self._scheduler.waits(request_id) for request_id in encoder.requests):
+            encoder.drop()  # they have ended, or started with a prefix that another one has computed meanwhile
         if not encoder.busy and self._scheduler.images_due:
             wanted = self._scheduler.next_images(encoder.cache.capacity_rows, encoder.cache)
             encoder.begin([WantedImage(w.request_id, self._requests[w.request_id].images[w.index], w.alone) for w in wanted])

@@ -285,6 +285,32 @@ def test_an_aborted_request_ends_its_pass_and_a_shutdown_does_not_wait_for_one(v
     assert not encoder.busy
 
 
+def test_a_request_that_starts_with_a_prefix_meanwhile_needs_no_image_encoded(vision_folder: Folder) -> None:
+    """Its image was encoded before, is not kept, and cannot be encoded again: it has the rows' prefix from another request."""
+    folder = vision_folder("qwen3_vl_moe")
+    shown = vision_prompt(3, Picture(5, 4), 60, seed=1)  # its image ends in the second piece
+    with engine(folder, enable_prefix_caching=True) as driver:
+        tower, encoder = tower_of(driver), driver.encoder
+        assert encoder is not None
+        send(driver, "first", shown)
+        while not driver.scheduler.stats().running:
+            driver.turn()
+        encoder.cache.clear()
+        calls = slow(driver)
+
+        def broken(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        tower.rows = broken
+        send(driver, "second", shown)
+        answers = driver.finish()
+    assert calls[:1] == ["begin"], "the image was being encoded again"
+    assert answers["second"].error is None
+    assert answers["second"].cached >= 23
+    for answer in answers.values():
+        judge(folder, tower, shown, answer.tokens)
+
+
 def test_a_suspects_images_are_encoded_with_nothing_else_on_the_device(vision_folder: Folder) -> None:
     folder = vision_folder("qwen3_5_moe")
     with engine(folder, lookahead=True) as driver:

@@ -92,6 +92,15 @@ def test_what_commands_leave_in_the_table(table):
     )
 
 
+def test_a_row_that_was_not_sampled_leaves_nothing_to_feed(table):
+    """However many rows before it were: the token on the device is an older row's."""
+    run(table, Decode(spans=[span(0, 10, 1)]))
+    with pytest.raises(EpCommandFailed, match="was not sampled"):
+        run(table, Decode(spans=[span(0, 11, 1, fed=True)]))
+    run(table, Decode(spans=[span(0, 11, 1, sampled=True)]))
+    run(table, Decode(spans=[span(0, 12, 1, (5,), fed=True)]))
+
+
 REFUSED = {
     "ALLOC of an active slot": (Alloc(token_budget=8), 0, "slot 0 is ACTIVE, not EMPTY"),
     "ALLOC of a poisoned slot": (Alloc(token_budget=8), 2, "slot 2 is POISONED, not EMPTY"),

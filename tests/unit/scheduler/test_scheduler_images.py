@@ -264,6 +264,20 @@ def test_block_digests_cover_contents_and_place():
     assert images_within(images, 7, 8) == images_within(images, 10, 14) == []
 
 
+def test_every_byte_of_what_came_before_and_of_an_images_digest_counts():
+    """A key of a few bits would show one request another one's image."""
+    root, tokens, contents = root_digest(0), [P] * 4, bytes(range(32))
+
+    def flipped(digest: bytes, place: int) -> bytes:
+        return digest[:place] + bytes([digest[place] ^ 1]) + digest[place + 1 :]
+
+    keys = [block_digest(root, tokens, [(contents, 0)])]
+    keys += [block_digest(root, tokens, [(flipped(contents, place), 0)]) for place in range(len(contents))]
+    keys += [block_digest(flipped(root, place), tokens, [(contents, 0)]) for place in range(len(root))]
+    assert len(set(keys)) == len(keys) == 65
+    assert {len(key) for key in keys} == {32}
+
+
 def random_parts(random: Random) -> list:
     return [random.choice([0, 1, (2, 0), (2, 1), (3, 2)]) for _ in range(random.randint(1, 8))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -60,6 +61,19 @@ def test_the_first_sequence_always_makes_progress(seed, depth):
     assert scheduler.stats().preemptions > 0
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_while_blocks_are_on_their_way_back_nobody_else_is_preempted(depth):
+    driver = Driver(limits(num_blocks=12), depth=depth)
+    for number in range(4):
+        driver.submit(request(str(number), [number], 40, ignore_eos=True))
+    taken = [0]
+    while driver.step():
+        taken.append(driver.scheduler.stats().preemptions)
+    driver.check_end()
+    driver.check_answers()
+    assert {after - before for before, after in pairwise(taken)} == {0, 1}, "one victim has blocks enough for the next step"
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_equal_priorities_start_in_order_of_arrival(seed):
     random = Random(seed)
@@ -72,18 +86,34 @@ def test_equal_priorities_start_in_order_of_arrival(seed):
     assert firsts == [str(number) for number in range(40)]
 
 
-def test_a_long_prompt_is_not_starved_by_a_stream_of_short_ones():
+@pytest.mark.parametrize("suspicions", [0, 2])
+def test_a_long_prompt_is_not_starved_by_a_stream_of_short_ones(suspicions):
     driver = Driver(limits(max_slots=4, num_blocks=16, max_model_len=64), depth=1)
-    for number in range(4):
+    for number in range(3 if suspicions else 4):
         driver.submit(request(f"early{number}", [number], 12))
     driver.step()
-    driver.submit(request("long", [1] * 50, 4))
+    driver.submit(request("long", [1] * 50, 4, suspicions=suspicions))
     for number in range(200):
         driver.submit(request(f"late{number}", [number % 50, 2], 6))
         driver.step()
         if driver.answers["long"].final is not None:
             break
     assert driver.answers["long"].final.finish == "length"
+    assert number < 60
+
+
+def test_rows_of_images_are_not_kept_from_a_suspect_by_a_stream_of_others():
+    driver = Driver(limits(max_slots=4, max_image_tokens=12, max_batch_tokens=6), depth=1, cache_rows=100)
+    for number in range(2):
+        driver.submit(request(f"early{number}", [PLACEHOLDER] * 5, 3, images=[picture(0, 5, number)]))
+    driver.step()
+    driver.submit(request("suspect", [PLACEHOLDER] * 12, 4, images=[picture(0, 12, 100)], suspicions=2))
+    for number in range(200):
+        driver.submit(request(f"late{number}", [PLACEHOLDER] * 5, 3, images=[picture(0, 5, number % 7)]))
+        driver.step()
+        if driver.answers["suspect"].final is not None:
+            break
+    assert driver.answers["suspect"].final.finish == "length"
     assert number < 60
 
 

@@ -1,5 +1,6 @@
 """The coordinator over real sockets: who is let in, what is sent, and what happens to connections."""
 
+import errno
 import socket
 import time
 
@@ -228,3 +229,31 @@ def test_a_stop_ends_with_the_last_member_and_the_frontend(stand):
         link.close()
     server.until(lambda: bool(server.finished))
     assert server.finished == [(0, "")]
+
+
+def test_a_process_without_descriptors_takes_no_connection_and_does_all_else(stand, monkeypatch):
+    stand = stand()
+    accept, tries = socket.socket.accept, 0
+
+    def out_of_descriptors(listener):
+        nonlocal tries
+        tries += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", out_of_descriptors)
+    link = stand.connect("late")
+    assert isinstance(stand.hear(stand.join_own()), Welcome)
+    stand.until(lambda: tries > 0)
+    assert stand.listener.fileno() not in stand.loop._selector.get_map(), "it stays readable: the loop would only look at it"
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    assert isinstance(stand.hear(link), Welcome)
+
+
+def test_a_spare_that_asks_again_and_again_is_logged_once(stand, caplog):
+    stand = stand()
+    stand.run()
+    for number in range(4):
+        assert stand.hear(stand.connect(f"spare{number}", rank=None)).reason == "all 2 ranks have joined"
+    assert stand.hear(stand.connect("other", package="1")).reason.startswith("package version")
+    warned = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert [text.partition("refused: ")[2][:9] for text in warned] == ["all 2 ran", "package v"]
