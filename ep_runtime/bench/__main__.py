@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import signal
-import sys
 
 from ep_runtime.bench import (
     collectives,
@@ -29,6 +26,7 @@ from ep_runtime.bench import (
     tune,
     vision,
 )
+from ep_runtime.bench.ending import end_what_was_started
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -59,15 +57,6 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     options.run(options)
-
-
-def end_what_was_started() -> None:
-    """SIGTERM ends this process by an exception, so that ranks and servers that it has started in sessions of their own end, too.
-
-    A rank under torchrun starts none: it dies at once, whatever it waits for.
-    """
-    if "RANK" not in os.environ:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 if __name__ == "__main__":

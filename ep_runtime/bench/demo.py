@@ -15,6 +15,7 @@ from typing import Any
 
 from ep_runtime.bench import report
 from ep_runtime.bench.bandwidth import cpu_read
+from ep_runtime.bench.ending import ended
 from ep_runtime.demo.checkpoint import demo_checkpoint
 from ep_runtime.frontend.text.tokenizer import Tokenizer
 
@@ -134,20 +135,22 @@ def run_http(model: Path, dtype: str, folder: Path, new_tokens: int) -> dict[str
 
 
 def run_child(module: Sequence[str], threads: int, timeout: float = CHILD_SECONDS) -> None:
-    """Run `python -m module ...` to its end. Raises BenchFailed with the end of its output unless it ends with status 0."""
+    """Run `python -m module ...` to its end. Raises BenchFailed with the end of its output unless it ends with status 0 in time."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    child = subprocess.run(
-        [sys.executable, "-P", "-m", *module],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    if child.returncode != 0:
-        raise BenchFailed(f"{module[0]} ended with status {child.returncode}:\n{child.stdout[-3000:]}")
+    with tempfile.TemporaryFile() as words:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", *module],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=words,
+            stderr=subprocess.STDOUT,
+        )
+        status = ended(child, timeout)
+        if status != 0:
+            words.seek(0)
+            said = words.read().decode(errors="replace")[-3000:]
+            how = f"took longer than {timeout:g} s" if status is None else f"ended with status {status}"
+            raise BenchFailed(f"{module[0]} {how}:\n{said}")
 
 
 def _median(runs: Sequence[dict[str, Any]]) -> float:

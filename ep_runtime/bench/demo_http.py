@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ep_runtime.bench.ending import end_what_was_started
 from ep_runtime.bench.steps import SETTLE
 from ep_runtime.demo.server import end, wait_ready
 
@@ -94,4 +95,5 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
+    end_what_was_started()
     main()

@@ -22,6 +22,7 @@ import torch
 
 from ep_runtime.bench import plots, report
 from ep_runtime.bench.configs import CONFIGS
+from ep_runtime.bench.ending import ended
 from ep_runtime.bench.scale_part import add_sizes
 from ep_runtime.bench.scale_rows import DECODE, OTHERS, decode_rows, key, other_rows
 from ep_runtime.bench.session import numbers
@@ -33,9 +34,6 @@ MODELS = ("qwen3-30b-a3b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b")
 WORLDS = (1, 2, 4, 8)
 SIZES = ("batch", "prompt_len", "new_tokens", "prefill", "prefill_len", "requests", "request_len", "request_tokens")
 HANDED_ON = ("dtype", "device", "forward_mode", "threads", *SIZES)
-GRACE_SECONDS = 40.0
-"""For torchrun to end its ranks: it kills them after 30 s."""
-
 LAST_WORDS = 8000
 """Characters of a failed part's output that are kept: what a rank says of its end, and then torchrun, which takes half of them."""
 
@@ -172,19 +170,3 @@ def _source(model: str) -> Iterator[list[str]]:
         with tempfile.TemporaryDirectory(prefix="bench-tiny-") as folder:
             write_tiny(Path(folder))
             yield ["--model", folder]
-
-
-def ended(process: subprocess.Popen[bytes], limit: float) -> int | None:
-    """The exit status; None for a process that was ended because it took too long. torchrun ends its ranks on SIGTERM."""
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()

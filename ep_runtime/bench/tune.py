@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ep_runtime.bench.ending import ended
 from ep_runtime.bench.experts_shapes import MODELS
 from ep_runtime.bench.timing import need_gpu
 from kernels.tuning import table_path
@@ -52,9 +53,7 @@ def run(options: argparse.Namespace) -> None:
             print("sums: left out, they need two GPUs", flush=True)
             continue
         # The second command of a part takes what the first has made.
-        if any(
-            subprocess.run(each, check=False).returncode for each in commands(part, options.models, table, options.results, gpus)
-        ):
+        if any(ended(subprocess.Popen(each)) for each in commands(part, options.models, table, options.results, gpus)):
             failed.append(part)
     if failed:
         raise SystemExit(f"failed, or met a wrong candidate (see above): {', '.join(failed)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -92,7 +93,7 @@ class FrontendConfig(BaseModel):
     @field_validator("chat_template")
     @classmethod
     def _template_is_there(cls, given: str | None) -> str | None:
-        if given is not None and not is_template_text(given) and not Path(given).is_file():
+        if given is not None and not is_template_text(given) and not os.path.isfile(given):
             raise ValueError(f"there is no file {given}")
         return given
 
@@ -104,7 +105,7 @@ class FrontendConfig(BaseModel):
 
     @model_validator(mode="after")
     def _folder_is_there(self) -> FrontendConfig:
-        if self.image_dir is not None and not Path(self.image_dir).is_dir():
+        if self.image_dir is not None and not os.path.isdir(self.image_dir):
             raise ValueError(f"image_dir is no folder: {self.image_dir}")
         return self
 

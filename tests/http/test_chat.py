@@ -385,8 +385,10 @@ NEUTRAL_CHAT = {
 def test_neutral_values_of_unsupported_fields_are_taken(stack: Stack) -> None:
     assert stack.complete(**NEUTRAL_FIELDS, max_tokens=1).status_code == 200
     assert stack.chat(**NEUTRAL_FIELDS, **NEUTRAL_CHAT, max_tokens=1).status_code == 200
-    options = {"include_usage": True, "continuous_usage_stats": False}
-    assert stack.chat(stream=True, stream_options=options, max_tokens=1).status_code == 200
+    for wanted in (True, None):
+        options = {"include_usage": wanted, "continuous_usage_stats": False}
+        answer = stack.chat(stream=True, stream_options=options, max_tokens=1)
+        assert (answer.status_code, "prompt_tokens" in answer.text) == (200, wanted is True)
 
 
 def test_tools_are_refused_by_a_model_without_them(make_stack: MakeStack) -> None:

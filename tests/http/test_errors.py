@@ -12,6 +12,8 @@ import pytest
 from ep_runtime.frontend.api.chat_schema import ChatRequest
 from ep_runtime.frontend.api.common_schema import RequestBody
 from ep_runtime.frontend.api.completion_schema import CompletionRequest
+from ep_runtime.frontend.api.errors import ApiError
+from ep_runtime.frontend.api.strict_json import PIECE, parse_json
 from ep_runtime.frontend.api.tokenize_schema import TokenizeRequest
 from tests.http.conftest import Stack
 
@@ -215,6 +217,14 @@ def test_a_lone_surrogate_is_called_by_its_name(stack: Stack, text: str) -> None
 def test_what_is_cut_off_has_no_lone_surrogate(stack: Stack, text: str) -> None:
     answer = stack.http.post("/v1/completions", content=text.encode(), headers={"Content-Type": "application/json"})
     assert check_error(answer, 400)["message"] == "The body is not valid JSON: Input data was truncated"
+
+
+def test_a_lone_surrogate_is_not_looked_for_in_a_large_body() -> None:
+    """That would hold up every stream."""
+    with pytest.raises(ApiError) as refused:
+        parse_json(b'"%b\\ud800"' % (b"\\n" * PIECE))
+    assert refused.value.message.startswith("The body is not valid JSON: ")
+    assert "lone" not in refused.value.message
 
 
 def test_context_limit_exactly(stack: Stack) -> None:

@@ -109,7 +109,7 @@ async def run(
         token_ids=body.return_token_ids,
         looped=sampling[0].loops is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage is True,
     )
     generation = front.generation(body.stream)
     drivers = [None if grammar is None else GrammarDriver(grammar[0], front.text.mask_pool) for grammar in grammars]

@@ -97,7 +97,7 @@ def is_neutral(name: str, value: object) -> bool:
 class StreamOptions(StrictModel):
     """What a stream carries beside its choices."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = Field(default=None, description="Accepted; nothing is obfuscated")
     continuous_usage_stats: bool | None = Field(default=None, description="true is refused: usage comes in the last event")
 

@@ -124,7 +124,7 @@ def make_writer(
         token_ids=body.return_token_ids,
         looped=looped,
         prompt_logprobs=body.prompt_logprobs is not None,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage is True,
     )
 
 

@@ -26,7 +26,7 @@ MAX_CONTAINERS = 65_536
 LONE_SURROGATE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})*+\\u[dD][89a-fA-F][\da-fA-F]{2}"
 )
-"""From a body's start to the first escape that is half of a pair. Possessive, so that its time is that of one reading."""
+"""From a body's start to the first escape that is half of a pair. Possessive: one reading, in which no other thread runs."""
 PIECE = 2**20
 """Bytes that are looked through without a pause, in which no other thread runs."""
 
@@ -38,7 +38,8 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise ApiError(400, f"The JSON body is nested deeper than {MAX_DEPTH} levels", code="invalid_json") from None
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        why = "it has a lone surrogate, half of a pair of \\uXXXX escapes" if LONE_SURROGATE.match(data) else str(error)
+        lone = len(data) <= PIECE and LONE_SURROGATE.match(data)
+        why = "it has a lone surrogate, half of a pair of \\uXXXX escapes" if lone else str(error)
         raise ApiError(400, f"The body is not valid JSON: {why}", code="invalid_json") from None
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH or data.count(b":") > MAX_KEYS:
         problem = excess(value)

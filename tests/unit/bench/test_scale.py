@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ep_runtime.bench.ending import ended
 from ep_runtime.bench.plots import save
-from ep_runtime.bench.scale import default_worlds, earlier, ended, run_ranks
+from ep_runtime.bench.scale import default_worlds, earlier, run_ranks
 from ep_runtime.bench.scale_rows import decode_rows, other_rows
 from ep_runtime.bench.scale_shares import imbalance, kernel_share
 from tests.support.python_path import python_path
@@ -87,12 +88,23 @@ def test_a_part_that_takes_too_long_is_ended() -> None:
 
 
 STARTS_A_PART = """
-from ep_runtime.bench.__main__ import end_what_was_started
+from ep_runtime.bench.demo import run_child
+from ep_runtime.bench.ending import end_what_was_started
+from ep_runtime.bench.scale import run_ranks
+
+end_what_was_started()
+{}
+"""
+LAUNCHER = """
+from ep_runtime.bench.ending import end_what_was_started
 from ep_runtime.bench.scale import run_ranks
 
 end_what_was_started()
 run_ranks("endless", 1, [], 300.0)
 """
+START_BELOW = 'run_child(["launcher"], threads=1)'
+"""As a child that has a server of its own, in its own session."""
+
 ENDLESS = """
 import os, signal
 
@@ -102,19 +114,40 @@ signal.pause()
 """
 
 
-def test_a_part_ends_with_what_has_started_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ['run_ranks("endless", 1, [], 300.0)', 'run_child(["endless"], threads=1)', START_BELOW])
+def test_a_part_ends_with_what_has_started_it(tmp_path: Path, call: str) -> None:
     """The part alone writes into a pipe, whose end tells that it is gone."""
     (tmp_path / "endless.py").write_text(ENDLESS)
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
     os.mkfifo(pipe := tmp_path / "pipe")
     environment = os.environ | {"PYTHONPATH": python_path(tmp_path), "PIPE": str(pipe)}
     environment.pop("RANK", None)
-    process = subprocess.Popen([sys.executable, "-P", "-c", STARTS_A_PART], env=environment)
+    process = subprocess.Popen([sys.executable, "-P", "-c", STARTS_A_PART.format(call)], env=environment)
     with pipe.open("rb", buffering=0) as written:
         assert written.read(1) == b"."
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
         assert select.select([written], [], [], 60)[0]
         assert written.read(1) == b""
+
+
+ENDED_TWICE = """
+import signal
+from ep_runtime.bench.ending import end_what_was_started
+
+end_what_was_started()
+try:
+    signal.raise_signal(signal.SIGTERM)
+finally:
+    signal.raise_signal(signal.SIGTERM)
+    print("ended")
+"""
+
+
+def test_a_second_signal_does_not_cut_the_end_short() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"PYTHONPATH": python_path()}
+    done = subprocess.run([sys.executable, "-P", "-c", ENDED_TWICE], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "ended\n", "")
 
 
 def test_only_results_of_scale_are_gone_on_with(tmp_path: Path) -> None:

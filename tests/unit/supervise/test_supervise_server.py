@@ -344,7 +344,9 @@ def test_a_frontend_that_cannot_start_ends_the_server_with_its_cause(serve):
         ("--tool-call-parser=psychic", "tool_call_parser: there is none by the name 'psychic'; known: auto, hermes, "),
         ("--reasoning-parser=psychic", "reasoning_parser: there is none by the name 'psychic'; known: auto, none, "),
         ("--chat-template=/nowhere/at/all", "chat_template: there is no file /nowhere/at/all"),
+        (f"--chat-template={300 * 'a'}", "chat_template: there is no file aaa"),
         ("--image-dir=/nowhere/at/all", "image_dir is no folder: /nowhere/at/all"),
+        (f"--image-dir={300 * 'a'}", "image_dir is no folder: aaa"),
     ],
 )
 def test_what_is_not_there_is_found_by_serve_itself(serve, flag, reason):
