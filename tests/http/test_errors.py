@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 from typing import Any
 
@@ -13,7 +14,7 @@ from ep_runtime.frontend.api.chat_schema import ChatRequest
 from ep_runtime.frontend.api.common_schema import RequestBody
 from ep_runtime.frontend.api.completion_schema import CompletionRequest
 from ep_runtime.frontend.api.errors import ApiError
-from ep_runtime.frontend.api.strict_json import PIECE, parse_json
+from ep_runtime.frontend.api.strict_json import MOST_SEARCHED, has_lone_surrogate, parse_json
 from ep_runtime.frontend.api.tokenize_schema import TokenizeRequest
 from tests.http.conftest import Stack
 
@@ -219,10 +220,27 @@ def test_what_is_cut_off_has_no_lone_surrogate(stack: Stack, text: str) -> None:
     assert check_error(answer, 400)["message"] == "The body is not valid JSON: Input data was truncated"
 
 
+def test_lone_surrogates_are_those_that_python_does_not_encode() -> None:
+    """Random strings of escapes: the reference is the JSON module's, whose result UTF-8 takes unless a half of a pair is left."""
+    rng = random.Random(5)
+    units = ["\\ud83d", "\\uDBFF", "\\ude00", "\\uDFFF", "\\u0041", "\\\\", "\\n", "u", "d800", " "]
+    counts = {True: 0, False: 0}
+    for _ in range(4000):
+        body = f'"{"".join(rng.choices(units, k=rng.randrange(6)))}"'
+        try:
+            json.loads(body).encode()
+            lone = False
+        except UnicodeEncodeError:
+            lone = True
+        assert has_lone_surrogate(body.encode()) == lone, body
+        counts[lone] += 1
+    assert min(counts.values()) > 1000
+
+
 def test_a_lone_surrogate_is_not_looked_for_in_a_large_body() -> None:
     """That would hold up every stream."""
     with pytest.raises(ApiError) as refused:
-        parse_json(b'"%b\\ud800"' % (b"\\n" * PIECE))
+        parse_json(b'"%b\\ud800"' % (b"\\n" * MOST_SEARCHED))
     assert refused.value.message.startswith("The body is not valid JSON: ")
     assert "lone" not in refused.value.message
 

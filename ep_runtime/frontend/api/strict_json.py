@@ -23,10 +23,10 @@ MAX_DEPTH = 100
 MAX_KEYS = 4096
 """Of one object; a logit_bias is the largest that clients send."""
 MAX_CONTAINERS = 65_536
-LONE_SURROGATE = re.compile(
-    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})*+\\u[dD][89a-fA-F][\da-fA-F]{2}"
-)
-"""From a body's start to the first escape that is half of a pair. Possessive: one reading, in which no other thread runs."""
+ESCAPE = re.compile(rb"\\(?:u([\da-fA-F]{4})|.)", re.DOTALL)
+"""One escape of a JSON string; the group is of those that give a UTF-16 unit."""
+MOST_SEARCHED = 2**16
+"""Bytes of a broken body that are looked through for what broke it, on the thread that serves all streams."""
 PIECE = 2**20
 """Bytes that are looked through without a pause, in which no other thread runs."""
 
@@ -38,7 +38,7 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise ApiError(400, f"The JSON body is nested deeper than {MAX_DEPTH} levels", code="invalid_json") from None
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        lone = len(data) <= PIECE and LONE_SURROGATE.match(data)
+        lone = len(data) <= MOST_SEARCHED and has_lone_surrogate(data)
         why = "it has a lone surrogate, half of a pair of \\uXXXX escapes" if lone else str(error)
         raise ApiError(400, f"The body is not valid JSON: {why}", code="invalid_json") from None
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH or data.count(b":") > MAX_KEYS:
@@ -46,6 +46,19 @@ def parse_json(data: bytes) -> Any:
         if problem is not None:
             raise ApiError(400, f"The JSON body {problem}", code="invalid_json")
     return value
+
+
+def has_lone_surrogate(data: bytes) -> bool:
+    """Whether an escape in a body is half of a pair whose other half is not beside it; one that the body ends behind is not."""
+    high_ends = -1
+    for escape in ESCAPE.finditer(data):
+        unit = int(escape[1], 16) if escape[1] else 0
+        low = 0xDC00 <= unit < 0xE000
+        paired = low and escape.start() == high_ends
+        if not paired and (low or high_ends >= 0):
+            return True
+        high_ends = escape.end() if 0xD800 <= unit < 0xDC00 else -1
+    return 0 <= high_ends < len(data)
 
 
 def excess(value: object) -> str | None:
