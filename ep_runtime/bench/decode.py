@@ -10,9 +10,19 @@ from typing import Any
 
 from ep_runtime.bench import peer, plots, report
 from ep_runtime.bench.floor import split
-from ep_runtime.bench.profile import StepProfile
-from ep_runtime.bench.session import Session, add_model_arguments, check_complete, greedy, numbers, open_session, random_prompts
+from ep_runtime.bench.profile import TOKENS_NEEDED, StepProfile
+from ep_runtime.bench.session import (
+    MeasuredLLM,
+    Session,
+    add_model_arguments,
+    check_complete,
+    greedy,
+    numbers,
+    open_session,
+    random_prompts,
+)
 from ep_runtime.bench.steps import Arrival, steady_host_ms, steady_intervals, summarise
+from ep_runtime.engine.intake import TAKEN_AT_ONCE
 
 COLUMNS = {
     "batch": "batch",
@@ -122,9 +132,19 @@ def profile(session: Session, batch: int, prompt_len: int) -> dict[str, Any]:
     llm.on_arrival = note
     prompts = random_prompts(batch, prompt_len, llm.vocab_size)
     try:
-        llm.generate(prompts, greedy(llm.max_model_len - prompt_len))  # the first decode while the last are still prompts
+        llm.generate(prompts, greedy(min(_profile_tokens(llm, batch, prompt_len), llm.max_model_len - prompt_len)))
     finally:
         llm.on_arrival = keep
     rows = watch.rows()
     title = f"batch {batch}: time of {watch.steps_seen} steps by kernel"
     return {"title": title, "rows": rows, "table": report.table(rows[:20], StepProfile.COLUMNS)}
+
+
+def _profile_tokens(llm: MeasuredLLM, batch: int, prompt_len: int) -> int:
+    """New tokens of each sequence: the first decode while the last are still prompts, and all of them must meet for a profile.
+
+    A sequence more than that is time without a figure: up to 4000 steps of every batch in `bench scale`.
+    """
+    rows = max(1, llm.config.max_num_batched_tokens - batch)  # of prompts, in a step beside all that decode
+    prompt_steps = -(-batch * prompt_len // rows)
+    return TOKENS_NEEDED + prompt_steps + -(-batch // TAKEN_AT_ONCE)

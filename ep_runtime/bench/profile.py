@@ -14,6 +14,8 @@ from ep_runtime.bench.steps import Arrival
 
 SKIP = 8
 STEPS = 16
+TOKENS_NEEDED = SKIP + STEPS + 8
+"""Of sequences that decode together: a prompt's own token, the steps, and some that have fewer sequences."""
 NAME_WIDTH = 70
 SHOWN = 20
 
