@@ -23,6 +23,9 @@ CHECKS = 4
 
 EPS = 1e-6
 WORK_WIDTH = 2048
+WORK_ROWS = 256
+"""Of the matrix products between calls, at most. Products of 8192 rows, five after another, are slower than the same with sums
+between them, since they heat the GPU: taking their own time off took more than they had cost."""
 
 
 class Problem:
@@ -35,7 +38,7 @@ class Problem:
         self._rank = rank
         self._world = world
         self.partial = self.part(0, rank)
-        self._left = torch.randn(rows, width, device=device).bfloat16()
+        self._left = torch.randn(min(rows, WORK_ROWS), width, device=device).bfloat16()
         self._right = torch.randn(width, WORK_WIDTH, device=device).bfloat16() if device.type == "cuda" else None
 
     def part(self, call: int, rank: int) -> torch.Tensor:
