@@ -23,6 +23,8 @@ from model.state.sizes import DTYPE_BYTES
 LAYOUTS = ("replicated", "tensor", "data")
 """Layouts of attention that the model knows."""
 
+BLOCK_ROWS = 128
+"""Of an expert's rows in the kernels for prompts, which are padded to it."""
 PAIRED_ROWS = 2
 """Up to this many rows experts run without grouping (`kernels.experts_config`)."""
 
@@ -219,17 +221,45 @@ def decode_step(machine: Machine, model: ModelCosts, case: Case) -> StepCost:
     )
 
 
-def prefill_flops(model: ModelCosts, layout: str, world: int, context: int) -> float:
+def mixing_share(case: Case, rows: int, step_rows: int) -> float:
+    """The part of what mixes the tokens of prompts that the busiest rank computes, from 0 to 1.
+
+    In layout `data` prompt i is of rank i modulo the ranks, a step takes prompts in order, and ends with its busiest rank: of a
+    single prompt one rank computes everything.
+    """
+    if case.layout != "data":
+        return 1.0 if case.layout == "replicated" else 1 / case.world
+    owners = np.arange(rows) // case.context % case.world
+    steps = [owners[start : start + step_rows] for start in range(0, rows, step_rows)]
+    return sum(int(np.bincount(step).max()) for step in steps) / rows
+
+
+def padding(model: ModelCosts, rows: int) -> float:
+    """Rows of the expert kernels' blocks over those that are in them, in a step of `rows` rows that choose evenly; 1 for none.
+
+    The rows of an expert are taken as Poisson distributed; each expert's last block is not full.
+    """
+    moe = model.config.moe
+    if moe is None or rows == 0:
+        return 1.0
+    mean = rows * moe.top_k / moe.num_experts
+    counts = np.arange(1, int(mean + 10 * math.sqrt(mean)) + 2 * BLOCK_ROWS)
+    log_factorials = np.cumsum(np.log(counts))
+    weights = np.exp(counts * math.log(mean) - mean - log_factorials)
+    return float((weights * -(-counts // BLOCK_ROWS)).sum()) * BLOCK_ROWS / mean
+
+
+def prefill_flops(model: ModelCosts, world: int, context: int, share: float, padded: float = 1.0) -> float:
     """Operations of one prompt row on one rank, of a prompt of `context` positions, half of which a mean row sees.
 
-    Two for each weight that it meets, and in attention four for each position and element of a head.
+    Two for each weight that it meets, and in attention four for each position and element of a head. `share` is `mixing_share`,
+    `padded` the `padding` of experts.
     """
     moe, attention = model.config.moe, model.config.attention
-    active = 0.0 if moe is None else model.expert * moe.top_k * len(model.spec.moe_layers) / world
-    divided = 1 if layout == "replicated" else world
-    own = model.every_rank + (model.dense - model.every_rank) / divided
+    active = 0.0 if moe is None else model.expert * moe.top_k * len(model.spec.moe_layers) / world * padded
+    own = model.every_rank + (model.dense - model.every_rank) * share
     seen = model.layers(LayerKind.FULL) * attention.heads * attention.head_dim * context / 2
-    return 2 * (own + active) / model.element + 4 * seen / divided
+    return 2 * (own + active) / model.element + 4 * seen * share
 
 
 def prefill_seconds(machine: Machine, model: ModelCosts, case: Case, *, rows: int, step_rows: int) -> float:
@@ -239,8 +269,11 @@ def prefill_seconds(machine: Machine, model: ModelCosts, case: Case, *, rows: in
     # The latency is part of `prefill_fixed`; the bytes are not.
     moved = (case.per_host - 1) * part / machine.links.inside + (case.hosts - 1) * part / machine.links.between
     sums = 0.0 if case.alone else collectives(model, case.layout, case.world) * moved
-    a_row = prefill_flops(model, case.layout, case.world, case.context) / machine.prefill_rate
-    a_row += model.layers(LayerKind.LINEAR) * machine.prefill_delta / (1 if case.layout == "replicated" else case.world)
+    share = mixing_share(case, rows, step_rows)
+    last = rows - (steps - 1) * step_rows
+    padded = ((rows - last) * padding(model, step_rows) + last * padding(model, last)) / rows
+    a_row = prefill_flops(model, case.world, case.context, share, padded) / machine.prefill_rate
+    a_row += model.layers(LayerKind.LINEAR) * machine.prefill_delta * share
     return steps * machine.prefill_fixed + rows * a_row + sums
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ep_runtime.bench.cost import (
@@ -20,6 +21,8 @@ from ep_runtime.bench.cost import (
     decode_step,
     fit,
     fit_prompts,
+    mixing_share,
+    padding,
     prefill_flops,
     prefill_seconds,
     rank_bytes,
@@ -91,21 +94,47 @@ def test_a_step_is_the_sum_of_its_parts(models: dict[str, ModelCosts]) -> None:
 def test_prompts(models: dict[str, ModelCosts]) -> None:
     model = models["qwen3-30b-a3b"]
     # About 3.3 billion weights act on a token, 0.3 billion of them in the head, which prompt rows but the last do not meet.
-    assert prefill_flops(model, "replicated", 1, 0) / 2 == pytest.approx(2.7e9, rel=0.05)
+    assert prefill_flops(model, 1, 0, 1.0) / 2 == pytest.approx(2.7e9, rel=0.05)
     # 48 layers of 32 heads of 128, two products of a query with each of 500 positions.
-    attention = prefill_flops(model, "replicated", 1, 1000) - prefill_flops(model, "replicated", 1, 0)
+    attention = prefill_flops(model, 1, 1000, 1.0) - prefill_flops(model, 1, 0, 1.0)
     assert attention == 48 * 2 * 2 * 32 * 128 * 500
-    assert prefill_flops(model, "tensor", 4, 1000) * 4 == pytest.approx(prefill_flops(model, "replicated", 1, 1000), rel=0.05)
-    assert prefill_flops(model, "replicated", 4, 1000) - prefill_flops(model, "replicated", 4, 0) == attention
+    assert prefill_flops(model, 4, 1000, 0.25) * 4 == pytest.approx(prefill_flops(model, 1, 1000, 1.0), rel=0.05)
+    assert prefill_flops(model, 4, 1000, 1.0) - prefill_flops(model, 4, 0, 1.0) == attention
     alone = prefill_seconds(PLAIN, model, Case(batch=1), rows=9000, step_rows=8192)
-    assert alone == pytest.approx(2 * 0.01 + 9000 * prefill_flops(model, "replicated", 1, 160) / 1e14)
+    full, last = (count * prefill_flops(model, 1, 160, 1.0, padding(model, count)) for count in (8192, 808))
+    assert alone == pytest.approx(2 * 0.01 + (full + last) / 1e14)
     hybrid = models["qwen3.5-35b-a3b"]
+    padded = padding(hybrid, 100)
     one = prefill_seconds(PLAIN, hybrid, Case(batch=1, per_host=8, alone=True), rows=100, step_rows=8192)
-    assert one == pytest.approx(0.01 + 100 * (prefill_flops(hybrid, "replicated", 8, 160) / 1e14 + 30 * 1e-8))
+    assert one == pytest.approx(0.01 + 100 * (prefill_flops(hybrid, 8, 160, 1.0, padded) / 1e14 + 30 * 1e-8))
     fewer = prefill_seconds(PLAIN, hybrid, Case(batch=1, per_host=8, alone=True, layout="tensor"), rows=100, step_rows=8192)
-    assert fewer == pytest.approx(0.01 + 100 * (prefill_flops(hybrid, "tensor", 8, 160) / 1e14 + 30 * 1e-8 / 8))
+    assert fewer == pytest.approx(0.01 + 100 * (prefill_flops(hybrid, 8, 160, 1 / 8, padded) / 1e14 + 30 * 1e-8 / 8))
     two = prefill_seconds(PLAIN, model, Case(batch=1, per_host=2), rows=100, step_rows=8192)
-    assert two == pytest.approx(0.01 + 100 * prefill_flops(model, "replicated", 2, 160) / 1e14 + 48 * 100 * 4096 / 1e11)
+    assert two == pytest.approx(0.01 + 100 * prefill_flops(model, 2, 160, 1.0, padding(model, 100)) / 1e14 + 48 * 100 * 4096 / 1e11)
+
+
+def test_whose_prompts_a_step_waits_for() -> None:
+    whole = Case(batch=1, context=100, per_host=2)
+    assert mixing_share(whole, 400, 150) == 1.0
+    assert mixing_share(replace(whole, layout="tensor"), 400, 150) == 0.5
+    divided = replace(whole, layout="data")
+    assert mixing_share(divided, 100, 150) == 1.0
+    assert mixing_share(divided, 200, 1000) == 0.5
+    # Steps of 150, 150 and 100 rows: 100 of the first prompt, 100 of the third, all of the last.
+    assert mixing_share(divided, 400, 150) == (100 + 100 + 100) / 400
+    assert mixing_share(replace(divided, per_host=3), 400, 1000) == 0.5
+
+
+@pytest.mark.parametrize(("name", "rows"), [("qwen3-30b-a3b", 4096), ("qwen3-next-80b-a3b", 4096), ("qwen3-next-80b-a3b", 11776)])
+def test_padding_is_that_of_rows_that_choose_evenly(models: dict[str, ModelCosts], name: str, rows: int) -> None:
+    moe = models[name].config.moe
+    assert moe is not None
+    random = np.random.default_rng(0)
+    choices = random.random((rows, moe.num_experts)).argpartition(moe.top_k, axis=1)[:, : moe.top_k]
+    counts = np.bincount(choices.ravel(), minlength=moe.num_experts)
+    assert padding(models[name], rows) == pytest.approx((-(-counts // 128) * 128).sum() / counts.sum(), rel=0.03)
+    assert padding(models[name], 1) == pytest.approx(128, rel=0.05)
+    assert padding(models[name], 0) == 1.0
 
 
 def test_constants_are_found_in_the_steps_that_they_made(models: dict[str, ModelCosts]) -> None:
