@@ -48,6 +48,7 @@ class PeerMemory:
 
     A buffer holds two halves of `capacity` elements and, from the `words_at`-th 8 bytes on, two times `world * slot` words
     of 8 bytes, all three even. Signals are int32 `[PROGRAMS * SIGNAL_LINE]`, turns int32 `[2 * PROGRAMS]`, those of words last.
+    Sums of more than `word_rows` rows go in tiles, with `two_shots` by way of a tile's owner.
     Words, signals and turns are zero at the start of an epoch. `abort` is one int32 in pinned host memory. One memory serves sums
     of one width, or gathers, or shards that stay (`kernels.shards_triton`: `shown` is the buffer without its words), and always by
     the same number of `programs`, whose signals are `line` words apart, from `world` to SIGNAL_LINE.
@@ -66,6 +67,7 @@ class PeerMemory:
     words_at: int = 0
     slot: int = 0
     word_rows: int = WORD_ROWS
+    two_shots: bool = False
     shown: torch.Tensor | None = None
 
     def __post_init__(self) -> None:

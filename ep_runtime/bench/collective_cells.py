@@ -117,13 +117,17 @@ def vary(memory: PeerMemory, text: str) -> PeerMemory:
 
     given = dict(part.split("=", 1) for part in text.split(",")) if text != "default" else {}
     names = {"spins": "spins", "pause": "pause_ns", "reader": "reader"}
-    unknown = given.keys() - {"programs", "line", "word_rows", *names}
+    unknown = given.keys() - {"programs", "line", "word_rows", "shots", *names}
     if unknown:
         raise ValueError(f"{text!r}: no variant has {', '.join(sorted(unknown))}")
     if given.get("reader", "warps") not in ("warps", "thread", "atomic"):
         raise ValueError(f"{text!r}: a reader is warps, thread or atomic")
     waiting: dict[str, Any] = {names[key]: value if key == "reader" else int(value) for key, value in given.items() if key in names}
     changes: dict[str, Any] = {key: int(given[key]) for key in ("programs", "line", "word_rows") if key in given}
+    if "shots" in given:
+        if given["shots"] not in ("1", "2"):
+            raise ValueError(f"{text!r}: a sum goes in 1 or 2 shots")
+        changes["two_shots"] = given["shots"] == "2"
     return dataclasses.replace(memory, waiting=dataclasses.replace(Waiting(), **waiting), **changes)
 
 
@@ -153,7 +157,8 @@ def _gather_cell(gather: Callable[[torch.Tensor], Any], rank: int, problem: Prob
 
 
 def _kernel_cells(sums: PeerMemory, logits: PeerMemory, problem: Problem, variant: str) -> list[Cell]:
-    from kernels.one_shot_triton import gather_rows, reduce_add_norm_rows, reduce_rows
+    from kernels.peer_gather_triton import gather_rows
+    from kernels.peer_sums import reduce_add_norm_rows, reduce_rows
 
     rank, partial = sums.rank, problem.partial
     weight = torch.ones(partial.shape[1], dtype=partial.dtype, device=partial.device)

@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["default"],
         metavar="KEY=N,KEY=N",
         help="ways of the sums through peer memory, a column each: programs, line (words between the signals of programs), "
-        "word_rows (most rows that are pushed in words), spins, pause (ns), reader (warps, thread, atomic); 'default' is what the "
-        "runtime does",
+        "word_rows (most rows that are pushed in words), shots (1 or 2, of more rows), spins, pause (ns), reader (warps, thread, "
+        "atomic); 'default' is what the runtime does",
     )
     parser.add_argument("--calls", type=int, default=97, help="calls of one replay, as sums of one step (default: %(default)s)")
     parser.add_argument("--replays", type=int, default=30, help="default: %(default)s")

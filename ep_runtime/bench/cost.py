@@ -185,14 +185,17 @@ def collectives(model: ModelCosts, layout: str, world: int) -> int:
 
 
 def collective_us(machine: Machine, case: Case, part_bytes: float) -> float:
-    """Microseconds of one collective in which each rank takes `part_bytes` from each other rank."""
+    """Microseconds of a sum of each rank's `part_bytes`; on a host of more than two ranks the sooner of one shot and two."""
     links, inside = machine.links, machine.links.reduction
     if case.world == 1:
         return 0.0
     near = inside + links.peer * (case.per_host - 2) if case.per_host > 1 else 0.0
     near_bytes = (case.per_host - 1) * part_bytes
     if case.hosts == 1:
-        return near + near_bytes / links.inside * 1e6
+        shots = [near + near_bytes / links.inside * 1e6]
+        if case.per_host > 2:
+            shots.append(2 * near + two_shot_bytes(case.per_host, part_bytes) / links.inside * 1e6)
+        return min(shots)
     if case.by_host:
         # Each GPU of a host sums a share of the rows, exchanges it with its like, and shows it to its host's others.
         share = near_bytes / case.per_host / links.inside * 1e6
@@ -202,6 +205,11 @@ def collective_us(machine: Machine, case: Case, part_bytes: float) -> float:
     far_bytes = (case.hosts - 1) * part_bytes
     within = (case.world - 1) * part_bytes / links.inside * 1e6
     return near + within + links.network + far_bytes / links.between * 1e6
+
+
+def two_shot_bytes(ranks: int, part_bytes: float) -> float:
+    """Bytes that a rank receives in a sum of partials of `part_bytes`: its own rows of all others', and the others' sums."""
+    return 2 * (ranks - 1) / ranks * part_bytes
 
 
 def decode_step(machine: Machine, model: ModelCosts, case: Case) -> StepCost:
@@ -267,7 +275,7 @@ def prefill_seconds(machine: Machine, model: ModelCosts, case: Case, *, rows: in
     steps = -(-rows // step_rows)
     part = rows * model.config.hidden_size * model.element
     # The latency is part of `prefill_fixed`; the bytes are not.
-    moved = (case.per_host - 1) * part / machine.links.inside + (case.hosts - 1) * part / machine.links.between
+    moved = two_shot_bytes(case.per_host, part) / machine.links.inside + (case.hosts - 1) * part / machine.links.between
     sums = 0.0 if case.alone else collectives(model, case.layout, case.world) * moved
     share = mixing_share(case, rows, step_rows)
     last = rows - (steps - 1) * step_rows

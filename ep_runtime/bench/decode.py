@@ -145,6 +145,7 @@ def _profile_tokens(llm: MeasuredLLM, batch: int, prompt_len: int) -> int:
 
     A sequence more than that is time without a figure: up to 4000 steps of every batch in `bench scale`.
     """
+    assert llm.config.max_num_batched_tokens is not None  # a config that is resolved has all
     rows = max(1, llm.config.max_num_batched_tokens - batch)  # of prompts, in a step beside all that decode
     prompt_steps = -(-batch * prompt_len // rows)
     return TOKENS_NEEDED + prompt_steps + -(-batch // TAKEN_AT_ONCE)

@@ -14,7 +14,7 @@ from ep_runtime.bench import decode
 from ep_runtime.bench.session import MeasuredLLM, Session, greedy, random_prompts
 
 COLLECTIVE = re.compile(r"(_|^)(one_shot|one_shot_words|two_shot|gather|reduce\w*|merge|send)_kernel|nccl")
-"""Names of kernels that wait for other ranks: those of `kernels.one_shot_triton`, of a step's best and tokens, and NCCL's."""
+"""Names of kernels that wait for other ranks: those of `kernels.peer_sums`, of a step's best and tokens, and NCCL's."""
 
 CALLS = ("reduce", "gather_to_head", "broadcast")
 GROUPS = 64

@@ -117,7 +117,7 @@ class GroupCommunicator:
         """All ranks' shards in rank order on rank 0, None elsewhere. Through peer memory they come as one tensor, side by side."""
         self._launch()
         if self._shared:
-            from kernels.one_shot_triton import gather_rows
+            from kernels.peer_gather_triton import gather_rows
 
             memory = self._shared[1].memory
             if memory.fits_gather(*shard.shape):

@@ -1,4 +1,4 @@
-"""Memory that the GPUs of one host show each other, for the kernels of `kernels.one_shot_triton` and `kernels.shards_triton`.
+"""Memory that the GPUs of one host show each other: for `kernels.peer_sums`, `kernels.peer_gather_triton`, `kernels.shards_triton`.
 
 Each rank allocates a buffer and signals once for the life of its process: a peer that leaves an epoch late may still write into
 them, and must not meet another tensor there. In each epoch the ranks exchange CUDA IPC handles, `connect` clears the counters and
@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from ep_runtime.engine.host_memory import Exchange
-from kernels.peer_memory import PROGRAMS, SIGNAL_LINE, PeerMemory
+from kernels.peer_memory import PROGRAMS, SIGNAL_LINE, WORD_ROWS, PeerMemory
 from kernels.shards_triton import shard_words
 from protocol.errors import EpPeerGone
 
@@ -65,6 +65,9 @@ class Peers:
             programs=PROGRAMS if use == "sums" and world == 2 else FEWER_PROGRAMS,
             words_at=size // 8,
             slot=words // 8 // 2 // world // 2 * 2,
+            # Words of a row go to every peer, twice its bytes: more peers, fewer rows that are sooner there than by a second way.
+            word_rows=WORD_ROWS // max(1, world - 1),
+            two_shots=world > 2,
             shown=self._buffer[:size].view(dtype) if use == "shards" else None,
         )
 

@@ -8,7 +8,14 @@ from pathlib import Path
 MODULES = ("multiprocessing.synchronize", "numpy.ma", "psutil")
 """What libraries import late, beyond what `ep_runtime.engine.main` imports by itself."""
 
-GPU_MODULES = ("triton", "kernels.one_shot_triton", "kernels.tuning", "model.layers.fused", "ep_runtime.engine.peers")
+GPU_MODULES = (
+    "triton",
+    "kernels.peer_sums",
+    "kernels.peer_gather_triton",
+    "kernels.tuning",
+    "model.layers.fused",
+    "ep_runtime.engine.peers",
+)
 
 
 def preload(devices: Path = Path("/dev")) -> None:

@@ -22,12 +22,12 @@ from kernels.few_rows import MOST_ROWS, FewRowsConfig, few_rows_config, few_rows
 from kernels.few_rows import default_config as default_linear
 from kernels.few_rows_triton import linear_rows
 from kernels.grouping import group_pairs
-from kernels.one_shot_triton import reduce_add_norm_rows, reduce_rows
 from kernels.paged_decode_triton import paged_decode
 from kernels.paged_prefill_triton import PrefillConfig, default_prefill_config, paged_prefill, prefill_tiles
 from kernels.paged_step_triton import attention_step
 from kernels.pairs import Pairs
 from kernels.peer_memory import PeerMemory
+from kernels.peer_sums import reduce_add_norm_rows, reduce_rows
 from kernels.rms_norm_triton import add_norm_rows, norm_rows, silu_mul
 from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
 from kernels.router_triton import FUSED_ROWS, route_logits, route_rows, router_logits

@@ -25,6 +25,7 @@ def _memory(
     line: int,
     reader: str,
     word_rows: int = 0,
+    two_shots: bool = False,
 ) -> tuple[Any, Any]:
     """A `PeerMemory` of files, and the tensors that must outlive it. Files of one use are made once."""
     from kernels.peer_memory import PROGRAMS, SIGNAL_LINE, PeerMemory, Waiting
@@ -52,6 +53,7 @@ def _memory(
         words_at=2 * CAPACITY * dtype.itemsize // 8,
         slot=SLOT,
         word_rows=word_rows,
+        two_shots=two_shots,
         waiting=Waiting(spins=16, reader=reader),  # type: ignore[arg-type]
     ), mapped
 
@@ -73,14 +75,23 @@ def _pairs(ctx: RankContext, call: int, shape: tuple[int, int], dtype: torch.dty
 
 
 def sum_rows(
-    ctx: RankContext, *, dtype: str, shapes: list[list[int]], programs: int, line: int, reader: str, word_rows: int
+    ctx: RankContext,
+    *,
+    dtype: str,
+    shapes: list[list[int]],
+    programs: int,
+    line: int,
+    reader: str,
+    word_rows: int,
+    two_shots: bool,
 ) -> list[dict[str, np.ndarray]]:
     """For each shape, one call after another, in float32: the sum, what it added to, its norm, a sum of choices; the shards."""
-    from kernels.one_shot_triton import gather_rows, reduce_add_norm_rows, reduce_rows
+    from kernels.peer_gather_triton import gather_rows
+    from kernels.peer_sums import reduce_add_norm_rows, reduce_rows
 
     of = getattr(torch, dtype)
     exchange = exchange_of(ctx)
-    memory, _sums = _memory(ctx, exchange, "sums", of, programs, line, reader, word_rows)
+    memory, _sums = _memory(ctx, exchange, "sums", of, programs, line, reader, word_rows, two_shots)
     found = []
     for call, shape in enumerate(shapes):
         mine = part(ctx.rank, call, tuple(shape), of)
@@ -97,11 +108,11 @@ def sum_rows(
     return found
 
 
-def wait_alone(ctx: RankContext, *, reader: str, word_rows: int) -> bool:
+def wait_alone(ctx: RankContext, *, reader: str, word_rows: int, two_shots: bool) -> bool:
     """Rank 0 sums with peers that never come, until its host says to stop; whether it was waiting until then."""
-    from kernels.one_shot_triton import reduce_rows
+    from kernels.peer_sums import reduce_rows
 
-    memory, _held = _memory(ctx, exchange_of(ctx), "sums", torch.float32, 4, 32, reader, word_rows)
+    memory, _held = _memory(ctx, exchange_of(ctx), "sums", torch.float32, 4, 32, reader, word_rows, two_shots)
     if ctx.rank != 0:
         return True
     done = threading.Event()

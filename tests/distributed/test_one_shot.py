@@ -33,21 +33,26 @@ def sum_of_choices(world: int, call: int, shape: tuple[int, int], dtype: torch.d
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is chosen where there is no GPU")
 @pytest.mark.parametrize(
-    ("world", "dtype", "programs", "line", "reader", "word_rows"),
+    ("world", "dtype", "programs", "line", "reader", "word_rows", "two_shots"),
     [
-        (2, "float32", 256, 32, "warps", 0),
-        (2, "float16", 2, 32, "thread", 256),
-        (2, "float16", 1, 32, "thread", 4),
-        (3, "float32", 2, 32, "thread", 256),
-        (2, "float16", 4, 2, "thread", 0),
-        (3, "float32", 2, 3, "atomic", 0),
-        (1, "float16", 4, 32, "warps", 4),
+        (2, "float32", 256, 32, "warps", 0, False),
+        (2, "float16", 2, 32, "thread", 256, False),
+        (2, "float16", 1, 32, "thread", 4, False),
+        (3, "float32", 2, 32, "thread", 256, False),
+        (2, "float16", 4, 2, "thread", 0, False),
+        (3, "float32", 2, 3, "atomic", 0, False),
+        (1, "float16", 4, 32, "warps", 4, False),
+        (2, "float16", 4, 32, "thread", 0, True),
+        (3, "float32", 2, 32, "thread", 4, True),
+        (3, "float32", 1, 3, "warps", 0, True),
+        (4, "float32", 5, 32, "atomic", 2, True),
+        (1, "float16", 4, 32, "thread", 0, True),
     ],
 )
 def test_every_rank_gets_the_sum_in_rank_order(
-    ranks: RankPool, world: int, dtype: str, programs: int, line: int, reader: str, word_rows: int
+    ranks: RankPool, world: int, dtype: str, programs: int, line: int, reader: str, word_rows: int, two_shots: bool
 ) -> None:
-    ways = {"programs": programs, "line": line, "reader": reader, "word_rows": word_rows}
+    ways = {"programs": programs, "line": line, "reader": reader, "word_rows": word_rows, "two_shots": two_shots}
     found = ranks.run(world, CASES + "sum_rows", dtype=dtype, shapes=SHAPES, **ways, deadline=PATIENCE_S)
     of = getattr(torch, dtype)
     for call, shape in enumerate(SHAPES):
@@ -69,6 +74,18 @@ def test_every_rank_gets_the_sum_in_rank_order(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is chosen where there is no GPU")
-@pytest.mark.parametrize(("reader", "word_rows"), [("warps", 0), ("thread", 0), ("atomic", 0), ("warps", 8), ("thread", 8)])
-def test_the_host_ends_a_wait_for_a_peer_that_does_not_come(ranks: RankPool, reader: str, word_rows: int) -> None:
-    assert ranks.run(2, CASES + "wait_alone", reader=reader, word_rows=word_rows, deadline=60.0) == [True, True]
+@pytest.mark.parametrize(
+    ("reader", "word_rows", "two_shots"),
+    [
+        ("warps", 0, False),
+        ("thread", 0, False),
+        ("atomic", 0, False),
+        ("warps", 8, False),
+        ("thread", 8, False),
+        ("warps", 0, True),
+        ("thread", 0, True),
+    ],
+)
+def test_the_host_ends_a_wait_for_a_peer_that_does_not_come(ranks: RankPool, reader: str, word_rows: int, two_shots: bool) -> None:
+    ways = {"reader": reader, "word_rows": word_rows, "two_shots": two_shots}
+    assert ranks.run(2, CASES + "wait_alone", **ways, deadline=60.0) == [True, True]

@@ -45,7 +45,7 @@ def leave_a_dead_peer(ctx: RankContext, *, rows: int, shared: bool) -> dict[str,
     partial = torch.ones(rows, 512, device=kept.device)
     reduce = group.reduce
     if shared:
-        from kernels.one_shot_triton import reduce_rows
+        from kernels.peer_sums import reduce_rows
 
         memory = group.peers
         assert memory is not None
@@ -99,7 +99,7 @@ def keep_a_graph(ctx: RankContext, *, epochs: int) -> list[list[float]]:
     for epoch in range(epochs):
         with closing(group_of(ctx, epoch)) as group:
             group.join_peers(exchange, resident.peers(ctx.rank, ctx.world, device, torch.float32))
-            from kernels.one_shot_triton import reduce_rows
+            from kernels.peer_sums import reduce_rows
 
             memory = group.peers
             assert memory is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,18 +57,18 @@ def _ordered(parts: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def sum_on_gpus(ctx: RankContext, *, dtype: str, counts: list[int], width: int, pdl: bool) -> dict[str, Any]:
+def sum_on_gpus(ctx: RankContext, *, dtype: str, counts: list[int], width: int, pdl: bool, two_shots: bool) -> dict[str, Any]:
     """Sums of each count of rows, one after another, twice; what was wrong, and a digest of all results."""
-    from kernels.one_shot_triton import reduce_add_norm_rows, reduce_rows
     from kernels.pairs import Pairs
+    from kernels.peer_sums import reduce_add_norm_rows, reduce_rows
 
     device, of = torch.device("cuda", ctx.rank), getattr(torch, dtype)
     wrong, digest = [], hashlib.blake2b()
     exchange = exchange_of(ctx)
     with closing(group_of(ctx, 0)) as group:
         group.join_peers(exchange, Resident().peers(ctx.rank, ctx.world, device, of))
-        memory = group.peers
-        assert memory is not None
+        assert group.peers is not None
+        memory = replace(group.peers, two_shots=two_shots)
         for call, rows in enumerate(counts * 2):
             case = Case(call, rows, width, ctx.rank, ctx.world, of)
             pairs = Pairs(case.outputs, case.experts, case.local)

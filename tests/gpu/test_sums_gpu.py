@@ -17,11 +17,18 @@ COUNTS = [1, 5, 128, 256, 257, 3000, 2]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "pdl", "width"),
-    [("bfloat16", True, 2048), ("float16", False, 2048), ("float32", False, 2048), ("bfloat16", True, 40)],
+    ("dtype", "pdl", "width", "two_shots"),
+    [
+        ("bfloat16", True, 2048, False),
+        ("float16", False, 2048, False),
+        ("float32", False, 2048, False),
+        ("bfloat16", True, 40, False),
+        ("bfloat16", False, 2048, True),
+        ("float32", False, 40, True),
+    ],
 )
-def test_sums_are_exact_and_the_same_on_both_ranks(ranks: RankPool, dtype: str, pdl: bool, width: int) -> None:
-    ways = {"dtype": dtype, "counts": COUNTS, "width": width, "pdl": pdl}
+def test_sums_are_exact_and_the_same_on_both_ranks(ranks: RankPool, dtype: str, pdl: bool, width: int, two_shots: bool) -> None:
+    ways = {"dtype": dtype, "counts": COUNTS, "width": width, "pdl": pdl, "two_shots": two_shots}
     first, second = ranks.run(2, "tests.gpu.sums_cases:sum_on_gpus", **ways, deadline=300.0)
     assert first["wrong"] == second["wrong"] == []
     assert first["digest"] == second["digest"]

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from kernels.one_shot_triton import reduce_rows
 from kernels.paged_decode_triton import paged_decode
 from kernels.paged_prefill_triton import default_prefill_config, paged_prefill, prefill_tiles
+from kernels.peer_sums import reduce_rows
 from kernels.rotary_triton import attention_inputs, rotary_cos_sin
 from model.base import Communicator
 from model.batch import ForwardBatch, PieceRows

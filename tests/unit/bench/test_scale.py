@@ -202,7 +202,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 def test_the_share_of_collectives_in_a_profile() -> None:
     names = {
-        "_one_shot_kernel": 10.0,
+        "one_shot_kernel": 10.0,
         "one_shot_words_kernel": 20.0,
         "_gate_up_kernel": 50.0,
         "ncclDevKernel_Broadcast_RING_LL": 10.0,

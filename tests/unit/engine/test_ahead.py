@@ -32,7 +32,7 @@ from tests.support.python_path import python_path
 
 EVERYWHERE = {"_step_kernel", "_prefill_kernel", "_decode_kernel", "_route_kernel", "_gate_up_kernel", "_down_paired_kernel"}
 LINEAR = {"_delta_decode_kernel", "_conv_kernel", "_chunk_kernel", "_state_kernel", "_output_kernel"}
-SUMS = {"one_shot_words_kernel", "_one_shot_kernel"}
+SUMS = {"one_shot_words_kernel", "one_shot_kernel"}
 
 
 def test_rows_cover_every_kind() -> None:

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import one_shot_triton, one_shot_words_triton
+from kernels import one_shot_triton, one_shot_words_triton, peer_gather_triton, two_shot_triton
 
 POINTERS = {"out": "*fp32", "buffers": "*i64", "signals": "*i64", "turns": "*i32", "abort": "*i32"}
 POINTERS |= dict.fromkeys(("partial", "x", "weight", "normed", "shard"), "*bf16") | {"experts": "*i32", "local": "*i64"}
@@ -24,9 +24,10 @@ CONSTANTS |= {"ADD": True, "SHARED": False, "ZERO_CENTERED": False, "SPINS": 102
 CONSTANTS |= {"WORDS_AT": 1 << 23, "SLOT": 1 << 20, "TOP_K": 8, "PDL": True, "SHARE": 1 << 24}
 
 KERNELS = {
-    "sum": one_shot_triton._one_shot_kernel,
-    "choices": one_shot_triton._one_shot_kernel,
-    "gather": one_shot_triton._gather_kernel,
+    "sum": one_shot_triton.one_shot_kernel,
+    "choices": one_shot_triton.one_shot_kernel,
+    "two shots": two_shot_triton.two_shot_kernel,
+    "gather": peer_gather_triton._gather_kernel,
     "words": one_shot_words_triton.one_shot_words_kernel,
 }
 
@@ -38,7 +39,7 @@ def compiled(name: str, reader: str, pause: int) -> list[Any]:
     given = POINTERS | SCALARS
     if name == "choices":
         constants |= {"ROWS": 2, "PARTS": 2}
-    if name == "sum":
+    if name in ("sum", "two shots"):
         constants |= {"TOP_K": 0, "experts": None, "local": None}
         given = {argument: kind for argument, kind in given.items() if argument not in ("experts", "local")}
     signature, values, attrs = {}, {}, {}
@@ -56,5 +57,5 @@ def compiled(name: str, reader: str, pause: int) -> list[Any]:
 
 if __name__ == "__main__":
     ways = [("warps", 0), ("warps", 100), ("thread", 0), ("thread", 100), ("atomic", 0)]
-    texts = [compiled(name, reader, pause) for name in ("sum", "gather") for reader, pause in ways]
+    texts = [compiled(name, reader, pause) for name in ("sum", "gather", "two shots") for reader, pause in ways]
     json.dump([*texts, compiled("choices", "thread", 0), compiled("words", "thread", 0)], sys.stdout)

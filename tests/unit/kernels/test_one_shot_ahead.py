@@ -19,15 +19,21 @@ def test_every_way_of_waiting_is_compiled_in_order(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = json.loads(done.stdout)
-    assert len(compiled) == 12
+    assert len(compiled) == 17
     for name, reader, pause, ptx, ir in compiled[:-1]:
         about = f"{name} {reader} {pause}"
         atomics = [line for line in ptx.splitlines() if "atom." in line]
         releases = [line for line in atomics if "atom.global.sys.release.exch.b32" in line]
-        # One peer: it is told once, and one more atomic operation ends a wait, or two are the reads of it.
-        assert len(releases) == 1, about
-        assert len(atomics) - len(releases) == {"warps": 1, "thread": 0, "atomic": 2}[reader], about
+        # One peer: it is told once a shot, and one more atomic operation ends a wait, or two are the reads of it.
+        shots = 2 if name == "two shots" else 1
+        assert len(releases) == shots, about
+        assert len(atomics) - len(releases) == shots * {"warps": 1, "thread": 0, "atomic": 2}[reader], about
         assert re.search(r"\.acquire\.", ptx), about
+        assert not re.search(r"ld\.global\S*\.b16", ptx), f"{about}: rows are not read 16 bytes at a time"
+        assert ("nanosleep" in ptx) == (pause > 0), about
+        if name == "two shots":
+            assert_shots_are_in_order(ir, about)
+            continue
         lines = ir.splitlines()
         rows = [place for place, line in enumerate(lines) if re.search(r"tt\.(load|store) .*tensor<.*ptr<bf16>", line)]
         barriers = [place for place, line in enumerate(lines) if "barrier" in line]
@@ -38,11 +44,25 @@ def test_every_way_of_waiting_is_compiled_in_order(tmp_path: Path) -> None:
         own = {"sum": 1, "choices": 8, "gather": 0}[name]
         assert len([place for place in rows if told < place < barriers[-1]]) == own, about
         assert heard < barriers[-1] < rows[-1], about
-        assert not re.search(r"ld\.global\S*\.b16", ptx), f"{about}: rows are not read 16 bytes at a time"
-        assert ("nanosleep" in ptx) == (pause > 0), about
     name, _, _, ptx, _ = compiled[-1]
     assert name == "words"
     assert_words_are_whole([line.strip() for line in ptx.splitlines()])
+
+
+def assert_shots_are_in_order(ir: str, about: str) -> None:
+    """Rows are written, then told of, with a barrier between; heard of, then read: a part, its sum, and the sum of another's."""
+    kinds = {
+        "load": r"tt\.load .*tensor<.*ptr<bf16>",
+        "store": r"tt\.store .*tensor<.*ptr<bf16>",
+        "barrier": "barrier",
+        "tell": r"tt\.atomic_rmw exch, release, sys",
+        "hear": r"tt\.atomic_rmw \w+, acquire, sys",
+    }
+    found = [kind for line in ir.splitlines() for kind, pattern in kinds.items() if re.search(pattern, line)]
+    order = " ".join(kind for place, kind in enumerate(found) if kind != "hear" or found[place - 1] != "hear")
+    assert re.fullmatch(
+        "load store barrier tell load hear barrier load store barrier tell( load| store)+ hear barrier load( load| store)+", order
+    ), f"{about}: {order}"
 
 
 def assert_words_are_whole(lines: list[str]) -> None:
