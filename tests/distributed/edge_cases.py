@@ -6,12 +6,15 @@ import os
 import time
 from contextlib import closing
 from dataclasses import asdict, replace
+from random import Random
 from typing import Any
 
 import torch
 
 from ep_runtime.engine.epoch import open_head, open_worker
 from ep_runtime.engine.executor import Choose, Executor
+from ep_runtime.scheduler.core import Sequence
+from ep_runtime.scheduler.owner import Owner
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from model.state.registry import StateRegistry
@@ -277,3 +280,46 @@ def count_collectives(ctx: RankContext, *, folder: str, requests: list[dict[str,
             "collectives": after[0] - before[0],
             "commands": after[1] - before[1],
         }
+
+
+def _by_lot(driver: Driver, lots: Random) -> dict[str, int]:
+    """From now on the head draws the blocks that it gives out and how much of a known prefix it uses; what it drew, counted."""
+    drawn = {"blocks": 0, "prefixes": 0}
+
+    def arrange(owner: Owner) -> None:
+        pool, take, match = owner.blocks, owner.blocks.take, owner.tree.match
+
+        def drawing() -> int:
+            lots.shuffle(pool._free)
+            for block in lots.sample(list(pool._evictable), len(pool._evictable)):
+                pool._evictable.move_to_end(block)
+            lowest = min((block for block in range(pool.total) if not pool.references(block)), default=None)
+            block = take()
+            drawn["blocks"] += block != lowest
+            return block
+
+        def shortened(seq: Sequence, limit: int) -> list[int]:
+            known = match(seq, limit)
+            used = known[: lots.randint(0, len(known))]
+            drawn["prefixes"] += 0 < len(used) < len(known)
+            return used
+
+        pool.take = drawing  # type: ignore[method-assign]
+        owner.tree.match = shortened  # type: ignore[method-assign]
+
+    for owner in driver.scheduler._life.owners:
+        arrange(owner)
+    return drawn
+
+
+def drawn_by_lot(ctx: RankContext, *, folder: str, waves: list[list[dict[str, Any]]], **settings: Any) -> Any:
+    """Waves of requests while the head draws by lot what ranks could guess of its pool and tree; they are compared every step."""
+    with head_of(ctx, folder, digest_interval=1, enable_prefix_caching=True, **settings) as driver:
+        if driver is None:
+            return None
+        drawn = _by_lot(driver, Random(5))
+        for wave, requests in enumerate(waves):
+            for number, request in enumerate(requests):
+                driver.submit(f"{wave}.{number}", **request)
+            driver.finish()
+        return {"answers": list(_answers(driver).values()), "preemptions": driver.scheduler.stats().preemptions, **drawn}

@@ -166,8 +166,10 @@ def suspect_kills(ctx: RankContext, *, folder: str, requests: list[dict[str, Any
         return found[0].page.read().alone, {name: answer.finish for name, answer in found[0].answers.items()}
 
 
-def fails_behind(ctx: RankContext, *, folder: str, requests: list[dict[str, Any]], number: int, **settings: Any) -> Any:
-    """The last rank fails forward `number` alone, behind its last collective: what the head finds, and who got how many tokens."""
+def fails_behind(
+    ctx: RankContext, *, folder: str, requests: list[dict[str, Any]], number: int, ranks: list[int], **settings: Any
+) -> Any:
+    """Only `ranks` fail forward `number`, behind its last collective: what the head finds, and who got how many tokens."""
 
     def arrange(executor: Executor) -> None:
         execute, count = executor.execute, 0
@@ -176,8 +178,8 @@ def fails_behind(ctx: RankContext, *, folder: str, requests: list[dict[str, Any]
             nonlocal count
             execute(frame, change, slots, choose)
             count += isinstance(frame.command, Forward)
-            if ctx.rank == ctx.world - 1 and count == number:
-                raise ValueError("here alone")
+            if ctx.rank in ranks and isinstance(frame.command, Forward) and count == number:
+                raise ValueError("not everywhere")
 
         executor.execute = failing  # type: ignore[method-assign]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_greedy import check
 from tests.support.checkpoints import VOCAB, prompt
 from tests.support.ranks import RankPool
 
@@ -110,3 +111,16 @@ def test_replayed_requests_go_on_as_if_undisturbed(
         assert seen[name]["tokens"] == answer["tokens"], name
         assert seen[name]["finish"] == answer["finish"], name
         assert seen[name]["logprobs"] == pytest.approx(answer["logprobs"], abs=1e-5), name
+
+
+@pytest.mark.parametrize("budget", [16, 17, 23])
+def test_a_replay_is_sampled_behind_its_last_piece_alone(ranks: RankPool, checkpoint: Checkpoint, budget: int) -> None:
+    """Pieces end at the prompt's end, behind it, and with the last known token, beside rows that are sampled in the same step."""
+    folder, asked = checkpoint("qwen3_next", "plain"), [{"prompt": prompt(16, seed=n), "max_tokens": 24} for n in range(3)]
+    requests = {str(number): {**request, "seed": 0, "ignore_eos": True} for number, request in enumerate(asked)}
+    run = {"folder": str(folder), "requests": requests, "suspicions": 0, "turns": 0}
+    settings = SETTINGS | {"max_num_batched_tokens": budget, "num_blocks": 18}
+    whole = ranks.run(3, CASE, generated={}, **run, **settings)[0]
+    known = {name: answer["tokens"][: 9 + int(name)] for name, answer in whole.items()}
+    for answers in (whole, ranks.run(3, CASE, generated=known, **run, **settings)[0]):
+        check(folder, asked, [answers[name] for name in requests])

@@ -99,10 +99,26 @@ def test_no_token_is_told_of_a_step_that_another_rank_failed(ranks: RankPool, ch
     """The head has launched that step and has its tokens before it knows; with lookahead it may know before it reads the last."""
     folder, requests, number = checkpoint("mixtral", "plain"), requests_of(3), 4
     case = CASES + "fails_behind"
-    head, worker = ranks.run(2, case, folder=str(folder), requests=requests, number=number, lookahead=lookahead, **SETTINGS)
+    run = {"folder": str(folder), "requests": requests, "number": number, "ranks": [1], "lookahead": lookahead}
+    head, worker = ranks.run(2, case, **run, **SETTINGS)
     kind, text, tokens = head
     assert (kind, worker) == ("EpRankFailed", "EpPeerGone")
     assert "only some ranks failed step" in text
     assert "rank 1: VALUE" in text
     assert "DECODE" in text
     assert tokens in ([number - 1] * 3, [number - 1 - lookahead] * 3)
+
+
+@pytest.mark.parametrize("failed", [[1], [2], [0, 1], [0, 2], [1, 2]], ids=lambda failed: "-".join(map(str, failed)))
+def test_a_step_that_some_of_three_ranks_failed_is_no_failed_batch(
+    ranks: RankPool, checkpoint: Checkpoint, failed: list[int]
+) -> None:
+    """However many they are, and whether or not the head is one of them: the others have moved on."""
+    folder, requests, number = checkpoint("mixtral", "plain"), requests_of(3), 4
+    run = {"folder": str(folder), "requests": requests, "number": number, "ranks": failed}
+    head, *workers = ranks.run(3, CASES + "fails_behind", **run, **SETTINGS)
+    kind, text, tokens = head
+    assert (kind, workers) == ("EpRankFailed", ["EpPeerGone"] * 2)
+    assert "only some ranks failed step" in text
+    assert [rank for rank in range(3) if f"rank {rank}: VALUE" in text] == failed
+    assert tokens == [number - 1] * 3

@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_ba
 
 def test_ranks_with_different_room_agree_on_one_number_of_blocks(ranks: RankPool, checkpoint: Checkpoint) -> None:
     folder = checkpoint("mixtral", "plain")
-    for offers in ([60, 40, 50], [40, 60, 50]):
+    for offers in ([60, 40, 50], [40, 60, 50], [60, 50, 40]):
         results = ranks.run(3, CASES + "different_offers", folder=str(folder), offers=offers, **SETTINGS)
         assert [blocks for blocks, _ in results] == [40, 40, 40]
         check(folder, [{"prompt": [5, 6, 7], "max_tokens": 8}], [results[0][1]])
@@ -31,16 +31,19 @@ def test_ranks_with_different_room_agree_on_one_number_of_blocks(ranks: RankPool
         ("block_size", [{"block_size": 16}, {"block_size": 8}]),
         ("dtype", [{"dtype": "float32"}, {"dtype": "bfloat16"}]),
         ("slots", [{}, {"max_num_seqs": 3}]),
+        ("slots", [{}, {}, {"max_num_seqs": 3}]),
+        ("dtype", [{}, {"dtype": "bfloat16"}, {}]),
     ],
 )
 def test_different_flags_on_a_rank_are_refused_by_name_on_every_rank(
     ranks: RankPool, checkpoint: Checkpoint, field: str, flags: list[dict[str, Any]]
 ) -> None:
     folder = checkpoint("mixtral", "plain")
-    said = ranks.run(2, CASES + "different_flags", folder=str(folder), flags=flags, **SETTINGS)
+    said = ranks.run(len(flags), CASES + "different_flags", folder=str(folder), flags=flags, **SETTINGS)
+    (odd,) = [rank for rank, own in enumerate(flags) if rank and own != flags[0]]
     for text in said:
         assert text.startswith("EpHandshakeRefused")
-        assert "rank 1" in text
+        assert f"rank {odd} " in text
         assert field in text
 
 
@@ -65,6 +68,18 @@ def test_rows_keep_the_order_of_the_command_not_of_the_slots(ranks: RankPool, ch
     result = ranks.run(2, CASES + "rows_out_of_slot_order", folder=str(folder), requests=requests, **SETTINGS)[0]
     assert result["unsorted"] > 0
     check(folder, requests, result["answers"])
+
+
+@pytest.mark.parametrize("layout", ["replicated", "data"])
+def test_blocks_and_prefixes_are_what_the_head_says_whatever_it_says(ranks: RankPool, checkpoint: Checkpoint, layout: str) -> None:
+    """No rank could come to the same by a pool or a prefix tree of its own, however alike those of all ranks may be."""
+    folder, common = checkpoint("qwen3_moe", "plain"), prompt(50, seed=3)
+    waves = [[{"prompt": common + prompt(3 + n, seed=n), "max_tokens": 12 + n} for n in range(size)] for size in (1, 4, 3, 5)]
+    settings = SETTINGS | {"max_model_len": 96, "num_blocks": 22, "block_size": 8, "attention_layout": layout}
+    result = ranks.run(3, CASES + "drawn_by_lot", folder=str(folder), waves=waves, **settings)[0]
+    assert min(result["blocks"], result["prefixes"], sum(answer["cached"] for answer in result["answers"])) > 0
+    assert layout == "data" or result["preemptions"] > 0
+    check(folder, [request for wave in waves for request in wave], result["answers"])
 
 
 def test_a_long_prompt_is_one_command_and_as_many_collectives_as_a_short_one(ranks: RankPool, checkpoint: Checkpoint) -> None:

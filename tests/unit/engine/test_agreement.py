@@ -19,23 +19,24 @@ from protocol.errors import EpDeadline, EpEpochClosed
 LONG_S = 20.0
 
 
-class SecondRank(SingleRank):
-    """A world of two whose other rank has captured `theirs`."""
+class WithOthers(SingleRank):
+    """A world of this rank and others, each of which has captured what its entry of `others` says."""
 
-    world = 2
-
-    def __init__(self, theirs: list[bool]) -> None:
-        self._theirs = theirs
+    def __init__(self, *others: list[bool]) -> None:
+        self.world = 1 + len(others)
+        self._others = torch.tensor(others)
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         self.launched += 1
-        return partial + torch.tensor(self._theirs, dtype=partial.dtype)
+        return partial + self._others.sum(0).to(partial.dtype)
 
 
 def test_a_step_is_replayed_where_every_rank_has_captured_it() -> None:
-    comm = SecondRank([True, False, True, False])
+    comm = WithOthers([True, False, True, False])
     assert captured_everywhere([True, True, False, False], comm, torch.device("cpu")) == [True, False, False, False]
     assert comm.launched == 1
+    three = WithOthers([True, True, False, True, False], [True, False, True, True, False])
+    assert captured_everywhere([True, True, True, False, True], three, torch.device("cpu")) == [True] + [False] * 4
     assert captured_everywhere([True, False], SingleRank(), torch.device("cpu")) == [True, False]
 
 
@@ -98,6 +99,24 @@ def test_a_wait_for_a_rank_that_does_not_come_ends_in_time_and_with_the_epoch() 
     memories = meeting.run(meeting.share)
     with pytest.raises(EpEpochClosed):
         memories[1].exchange(torch.ones(3))
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_sum_waits_for_each_of_three_ranks(absent: int) -> None:
+    meeting = Meeting(3, timeout_s=0.1)
+    memories = meeting.run(meeting.share)
+
+    def come(rank: int) -> str:
+        if rank == absent:
+            return "absent"
+        try:
+            memories[rank].exchange(torch.ones(3))
+        except EpDeadline as error:
+            return str(error)
+        return "did not wait"
+
+    waited = f"rank {absent} did not come to a collective within 0.1 s"
+    assert meeting.run(come) == ["absent" if rank == absent else waited for rank in range(3)]
 
 
 def another_file(rank: int, shares: list[bytes]) -> list[bytes]:

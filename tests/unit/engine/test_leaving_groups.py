@@ -187,6 +187,17 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> peers.Peers:
     return peers.Peers(1, 2, torch.device("cpu"), torch.float32, "sums")
 
 
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_the_memory_for_sums_has_room_for_every_peer(world: int) -> None:
+    """Whatever their number: as many rows as of one peer, and words of every rank twice, within what the plan counts."""
+    memory = peers.Peers(world - 1, world, torch.device("meta"), torch.bfloat16, "sums").memory
+    room, words = peers.shared_bytes("sums", world)
+    assert memory.fits(12_288, 2048)
+    assert 2 * memory.capacity * 2 <= room <= 8 * memory.words_at
+    assert memory.words_at * 8 + 2 * world * memory.slot * 8 <= room + words
+    assert memory.in_words(256, 2048, torch.bfloat16)
+
+
 def test_a_new_epoch_rewrites_the_tables_in_place(memory: peers.Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[list[object]] = []
 

@@ -12,7 +12,18 @@ from kernels import experts, gated_delta, paged_attention
 from model import scratch
 from model.config import AttentionConfig, LayerConfig, ModelConfig, MoeConfig, RopeConfig, RopeKind
 from model.errors import MemoryPlanError
-from model.memory import GIB, GRAPH_BYTES, HOST_CACHE_LIMIT, RESERVE, DeviceMemory, Needs, device_memory, plan_memory, scratch_bytes
+from model.memory import (
+    GIB,
+    GRAPH_BYTES,
+    HOST_CACHE_LIMIT,
+    RESERVE,
+    DeviceMemory,
+    Needs,
+    device_memory,
+    largest_step,
+    plan_memory,
+    scratch_bytes,
+)
 from model.spec import CacheSpec, LayerKind, ModelSpec, StateSpec
 
 ATTENTION = ModelSpec(
@@ -90,6 +101,15 @@ def test_a_step_is_bounded_by_its_model() -> None:
     )
     few, many = (scratch_bytes(ATTENTION, replace(sparse, held=held), 8) for held in (1, 64))
     assert many - few == 512 * 2 * 3 * 7 * 64 + 63 * 64
+
+
+def test_what_a_rank_gathers_grows_with_the_ranks() -> None:
+    """Beside four vectors in bfloat16 and three in float32 a row of 64 has a part of each rank. A worker has its own logits."""
+    for world in (2, 3, 8):
+        size = replace(largest_step(ATTENTION, replace(NEEDS, world=world, head=False), 8, "cpu"), rows=500)
+        assert scratch.norm_row(64, size) == 64 * (2 * (world + 4) + 12)
+        # Three of 264 rows of logits in bfloat16 and one in float32, of which it has a part.
+        assert scratch.logit_bytes(1000, size) == 264 * 1000 * 10 // world
 
 
 def test_the_bounds_are_those_of_the_code_that_keeps_them() -> None:

@@ -208,6 +208,23 @@ JUDGED = {
         acks((OK, NONE, 3, 0), (FAILED, VALUE, 2, 0), (OK, NONE, 3, 0)),
         LinkLost(EpRankFailed, "only some ranks failed step 5: rank 1: VALUE after 2 collectives: m1"),
     ),
+    "two of three failed": (
+        acks((OK, NONE, 3, 0), (FAILED, VALUE, 2, 0), (FAILED, VALUE, 2, 0)),
+        LinkLost(
+            EpRankFailed,
+            "only some ranks failed step 5: rank 1: VALUE after 2 collectives: m1; rank 2: VALUE after 2 collectives: m2",
+        ),
+    ),
+    "the last of three differs": (
+        acks((OK, NONE, 4, 0), (OK, NONE, 4, 0), (OK, NONE, 3, 0)),
+        LinkLost(EpDiverged, "ranks differ in collectives launched of step 5: 4 on ranks 0, 1; 3 on rank 2"),
+    ),
+    "a middle one of four differs": (
+        acks((OK, NONE, 4, 8), (OK, NONE, 4, 8), (OK, NONE, 4, 9), (OK, NONE, 4, 8)),
+        LinkLost(
+            EpDiverged, "ranks differ in digests of step 5: 0x0000000000000008 on ranks 0, 1, 3; 0x0000000000000009 on rank 2"
+        ),
+    ),
     "the head alone failed": (
         acks((FAILED, COMMAND, 0, 0), (OK, NONE, 3, 0)),
         LinkLost(EpRankFailed, "only some ranks failed step 5: rank 0: COMMAND after 0 collectives: m0"),
@@ -236,9 +253,17 @@ JUDGED = {
         acks((OK, NONE, 2, 0), (FAILED, LINK, 1, 0)),
         LinkLost(EpPeerGone, "step 5: rank 1: LINK after 1 collectives: m1"),
     ),
+    "a device error on the last of three": (
+        acks((OK, NONE, 2, 0), (OK, NONE, 2, 0), (FAILED, DEVICE, 1, 0)),
+        LinkLost(EpRankFailed, "step 5: rank 2: DEVICE after 1 collectives: m2"),
+    ),
     "a vote for a result": (
         acks((OK, NONE, 2, 0), (YES, NONE, 0, 0)),
         LinkLost(EpDiverged, "step 5 asks for OK, FAILED; VOTE_YES on rank 1"),
+    ),
+    "a vote for a result on the last of three": (
+        acks((OK, NONE, 2, 0), (OK, NONE, 2, 0), (YES, NONE, 0, 0)),
+        LinkLost(EpDiverged, "step 5 asks for OK, FAILED; VOTE_YES on rank 2"),
     ),
 }
 VOTES = {
@@ -246,6 +271,15 @@ VOTES = {
     "one cannot": (
         acks((YES, NONE, 0, 0), (NO, OOM, 0, 0)),
         CommandFailed(OOM, "voted down: rank 1: OUT_OF_MEMORY after 0 collectives: m1"),
+    ),
+    "one rank alone can": (acks((YES, NONE, 0, 0)), Ok(0, 0)),
+    "one rank alone cannot": (
+        acks((NO, OOM, 0, 0)),
+        CommandFailed(OOM, "voted down: rank 0: OUT_OF_MEMORY after 0 collectives: m0"),
+    ),
+    "the last of three cannot": (
+        acks((YES, NONE, 0, 0), (YES, NONE, 0, 0), (NO, OOM, 0, 0)),
+        CommandFailed(OOM, "voted down: rank 2: OUT_OF_MEMORY after 0 collectives: m2"),
     ),
     "none can": (
         acks((NO, COMMAND, 0, 0), (NO, COMMAND, 0, 0)),

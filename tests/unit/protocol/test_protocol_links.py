@@ -185,11 +185,12 @@ def test_a_worker_that_leaves_ends_the_collect_at_once(leaves):
             head.check()
 
 
-def test_a_worker_that_leaves_after_its_ack_ends_the_step_and_its_ack_is_told():
-    with epoch_links() as (head, workers):
-        workers[1].ack(ack(1, 0, AckStatus.FAILED, ErrorCode.DEVICE, message="bad card"), soon())
-        workers[1].close()
-        with pytest.raises(EpPeerGone, match=r"rank 1 is gone.*after it acked FAILED bad card"):
+@pytest.mark.parametrize("leaves", [1, 2, 3])
+def test_a_worker_that_leaves_after_its_ack_ends_the_step_and_its_ack_is_told(leaves):
+    with epoch_links(world=4) as (head, workers):
+        workers[leaves].ack(ack(leaves, 0, AckStatus.FAILED, ErrorCode.DEVICE, message="bad card"), soon())
+        workers[leaves].close()
+        with pytest.raises(EpPeerGone, match=rf"rank {leaves} is gone.*after it acked FAILED bad card"):
             head.collect(0, soon())
 
 
@@ -278,11 +279,12 @@ def failed(rank, step=0):
     return ack(rank, step, AckStatus.FAILED, ErrorCode.VALUE, message="ValueError: odd")
 
 
-def test_after_a_failing_ack_the_others_have_one_second():
-    with epoch_links() as (head, workers):
-        workers[1].ack(failed(1), soon())
+@pytest.mark.parametrize(("fails", "others"), [(1, "2, 3"), (2, "1, 3"), (3, "1, 2")])
+def test_after_a_failing_ack_the_others_have_one_second(fails, others):
+    with epoch_links(world=4) as (head, workers):
+        workers[fails].ack(failed(fails), soon())
         started = monotonic()
-        with pytest.raises(EpRankFailed, match="from ranks 2; rank 1 failed: ValueError: odd"):
+        with pytest.raises(EpRankFailed, match=f"from ranks {others}; rank {fails} failed: ValueError: odd"):
             head.collect(0, soon(60))
         assert 1.0 <= monotonic() - started < 30
 
@@ -322,6 +324,33 @@ def test_check_gives_a_busy_head_one_second_after_each_failing_ack(monkeypatch):
         clock[0] = 301.1
         with pytest.raises(EpRankFailed, match="step 3 failed on some ranks while others still run it: rank 1: ValueError: odd"):
             head.check()
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_check_finds_the_failing_ack_of_any_worker(monkeypatch, fails):
+    clock = [100.0]
+    monkeypatch.setattr("protocol.links.monotonic", lambda: clock[0])
+    with epoch_links(world=4) as (head, workers):
+        for rank in {1, 2, 3} - {fails}:
+            workers[rank].ack(ack(rank, 0), soon())
+        workers[fails].ack(failed(fails), soon())
+        head.check()
+        clock[0] = 101.1
+        with pytest.raises(EpRankFailed, match=f"step 0 failed on some ranks while others still run it: rank {fails}: "):
+            head.check()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_answered_is_every_worker(world):
+    with epoch_links(world=world) as (head, workers):
+        for rank in range(world - 1, 0, -1):
+            assert not head.answered
+            workers[rank].ack(ack(rank, 0), soon())
+            head.check()
+        assert head.answered
+        head.collect(0, soon())
+        assert not head.answered
+    assert HeadLinks([], EPOCH, never).answered
 
 
 def test_check_sees_the_closed_flag_and_a_worker_sees_its_head_leave():

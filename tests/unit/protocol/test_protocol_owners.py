@@ -40,6 +40,24 @@ def test_who_keeps_a_slot_and_by_which_number():
     assert alike.slots_of_owner == 5
 
 
+def test_who_keeps_a_slot_of_three_owners():
+    limits = SlotLimits(max_slots=7, num_blocks=4, block_size=4, max_length=16, max_rows=16, world=3, owners=3)
+    assert [limits.owner(slot) for slot in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    kept = [[0, None, None, 1, None, None, 2], [None, 0, None, None, 1, None, None], [None, None, 0, None, None, 1, None]]
+    assert [[limits.kept(slot, rank) for slot in range(7)] for rank in range(3)] == kept
+    assert limits.slots_of_owner == 3
+    table = SlotTable(limits)
+    assert [table.first_block(slot) for slot in range(7)] == [0, 4, 8, 0, 4, 8, 0]
+    assert len(table.users) == len(table.writer) == 12
+    for slot in range(3):
+        apply(prepare(Alloc(token_budget=12, owner_rank=slot), slot, table, limits), table)
+    apply(prepare(Mixed(spans=[span(slot, 0, 4, (2,)) for slot in range(3)]), BATCH, table, limits), table)
+    check_integrity(table, limits)
+    assert [number for number, users in enumerate(table.users) if users] == [2, 6, 10]
+    with pytest.raises(EpCommandFailed, match="owner rank is 3, there are 3 ranks"):
+        prepare(Alloc(token_budget=4, owner_rank=3), 3, table, limits)
+
+
 def test_a_block_number_is_free_for_each_owner_by_itself(table):
     assert (table[0].blocks, table[1].blocks) == ([0, 1], [0, 1])
     run(table, Decode(spans=[span(1, 6, 1), span(2, 4, 1, (3,))]))

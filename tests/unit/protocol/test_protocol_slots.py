@@ -92,6 +92,15 @@ def test_what_commands_leave_in_the_table(table):
     )
 
 
+def test_blocks_are_those_that_the_command_names_in_its_order(table):
+    """Not the next free ones, nor in order: which they are is the head's to say."""
+    chunk(table, span(1, 4, 4, (11,)), span(0, 10, 6, (9, 6)))
+    run(table, Free(), 2)
+    run(table, Alloc(token_budget=12, prefix_length=8, prefix_blocks=[1, 0]), 3)
+    chunk(table, span(3, 8, 4, (7,)))
+    assert [state and state.blocks for state in table] == [[0, 1, 2, 9, 6], [3, 11], None, [1, 0, 7]]
+
+
 def test_a_row_that_was_not_sampled_leaves_nothing_to_feed(table):
     """However many rows before it were: the token on the device is an older row's."""
     run(table, Decode(spans=[span(0, 10, 1)]))

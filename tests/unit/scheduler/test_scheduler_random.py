@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,7 +14,9 @@ from fake_device import PLACEHOLDER, rendered, run_alone, run_looped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ep_runtime.scheduler.core import Plan
 from protocol.commands import Loops
+from tests.support.python_path import python_path
 
 
 def random_limits(random: Random):
@@ -182,15 +188,37 @@ def test_an_image_that_cannot_be_encoded_ends_those_who_show_it_alone(seed):
             assert (answer.final.finish == "error") == bool(unfit)
 
 
+def plans_of(depth: int, owners: int = 1) -> list[Plan]:
+    """All plans of one mix, with prefix hits, preemptions and evictions."""
+    random = Random(depth)
+    bound = limits(num_blocks=12, prefix_cache=True, max_image_tokens=9, max_loops=3, owners=owners)
+    driver = Driver(bound, depth=depth)
+    for number in range(30):
+        for message in random_messages(random, number, 40, 3):
+            driver.submit(message)
+    driver.run()
+    return driver.plans
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 def test_plans_are_a_function_of_the_calls(depth):
-    def plans() -> list:
-        random = Random(depth)
-        driver = Driver(limits(num_blocks=12, prefix_cache=True, max_image_tokens=9, max_loops=3), depth=depth)
-        for number in range(30):
-            for message in random_messages(random, number, 40, 3):
-                driver.submit(message)
-        driver.run()
-        return driver.plans
+    assert plans_of(depth) == plans_of(depth)
 
-    assert plans() == plans()
+
+@pytest.mark.parametrize("owners", [1, 3])
+def test_plans_are_the_same_in_another_process(owners):
+    """Where hashes of texts are others, and objects lie elsewhere: no order of a plan follows from either."""
+    program = f"from test_scheduler_random import plans_of\nfor plan in plans_of(1, {owners}): print(plan)"
+    path = python_path(Path(__file__).parent)
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert found == {"".join(f"{plan}\n" for plan in plans_of(1, owners))}

@@ -68,6 +68,22 @@ def test_a_rank_that_does_not_move_is_named_with_where_all_are():
     )
 
 
+@pytest.mark.parametrize("stuck", [0, 1, 2, 3])
+def test_of_four_ranks_each_is_named_that_does_not_move_or_is_silent(stuck):
+    watch = watching(*(at(rank, 7, "EXECUTING") for rank in range(4)))
+    for rank in range(4):
+        see(watch, at(rank, 7, "EXECUTING", moves=1 if rank == stuck else 2), 105)
+        if rank != stuck:
+            watch.heard(rank, 115.5)
+    assert watch.silent(115.5, BOUND) == [stuck]
+    assert watch.judge(20.0) is None
+    see(watch, at(stuck, 7, "EXECUTING"), 116)
+    assert watch.silent(116, BOUND) == []
+    for rank in {0, 1, 2, 3} - {stuck}:
+        see(watch, at(rank, 7, "EXECUTING", moves=3), 116)
+    assert str(watch.judge(BOUND)).startswith(f"EpDeadline: rank {stuck} did not move for 10 s; ")
+
+
 def test_moves_of_others_do_not_refresh_a_stuck_rank_and_a_long_command_that_moves_is_stuck_too():
     watch = watching(at(0, 7, "EXECUTING"), at(1, 7, "EXECUTING"))
     for time in range(101, 112):
