@@ -195,7 +195,10 @@ def test_the_memory_for_sums_has_room_for_every_peer(world: int) -> None:
     assert memory.fits(12_288, 2048)
     assert 2 * memory.capacity * 2 <= room <= 8 * memory.words_at
     assert memory.words_at * 8 + 2 * world * memory.slot * 8 <= room + words
-    assert memory.in_words(256, 2048, torch.bfloat16)
+    most = {2: 256, 3: 128, 5: 64, 8: 36}[world]
+    assert memory.in_words(most, 2048, torch.bfloat16)
+    assert not memory.in_words(most + 1, 2048, torch.bfloat16)
+    assert memory.two_shots == (world > 2)
 
 
 def test_a_new_epoch_rewrites_the_tables_in_place(memory: peers.Peers, monkeypatch: pytest.MonkeyPatch) -> None:
