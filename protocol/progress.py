@@ -42,6 +42,8 @@ class Phase(IntEnum):
     READING = 9
     """The head waits for the device's results."""
     LEAVING = 10
+    STANDBY = 11
+    """It has imported everything and waits to be told its rank."""
 
 
 _COMMANDS = frozenset(Cmd)

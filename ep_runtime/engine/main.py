@@ -306,6 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     page.enter(Phase.STARTING)
     preload()
     collect_garbage()
+    page.enter(Phase.STANDBY)
     control = Control(MessageSocket(socket.socket(fileno=args.control_fd), ToEngineControl, peer="the supervisor"))
     engine = Engine(control, page, device_index=args.device_index, local_ranks=args.local_ranks, runtime_dir=args.runtime_dir)
     try:

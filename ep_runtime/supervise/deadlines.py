@@ -16,6 +16,7 @@ from protocol.progress import Phase
 PHASE_ORDER = (
     Phase.UNKNOWN,
     Phase.STARTING,
+    Phase.STANDBY,
     Phase.LOADING,
     Phase.IDLE,
     Phase.CONNECTING,

@@ -1,4 +1,4 @@
-"""Keeps one rank's engine: starts it, starts another when it has ended, holds a standby ready, and ends them all.
+"""Keeps one rank's engine: starts it, starts another when it has ended, has a standby while it serves, and ends them all.
 
 ```
 no engine -> STARTING -> IDLE <-> BUSY, LEAVING
@@ -19,6 +19,7 @@ from ep_runtime.supervise.engine_process import Death, EngineProcess, Post
 from ep_runtime.supervise.evidence import ENGINE_EXITED
 from ep_runtime.supervise.loop import Loop, Timer
 from ep_runtime.supervise.process import Exit
+from ep_runtime.supervise.standby import Standby
 from protocol.messages import BeginEpoch, EndEpoch, FromEngineControl, OpenEpoch, Ready, Stop, Welcome
 
 log = logging.getLogger(__name__)
@@ -29,11 +30,15 @@ KILL_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What an engine is for. Engines of equal `key` can stand in for each other; `welcome` is what this host's engine is told."""
+    """What an engine is for. Engines of equal `key` can stand in for each other; `welcome` is what this host's engine is told.
+
+    `standby`: whether another one waits beside it; `failed_starts`: how many of those in a row may end before they have stood.
+    """
 
     welcome: Welcome
     threads: int
     standby: bool
+    failed_starts: int
     key: tuple[object, ...]
 
 
@@ -53,11 +58,12 @@ class EngineKeeper:
         self._on_death = on_death
         self._job: Job | None = None
         self.engine: EngineProcess | None = None
-        self._standby: EngineProcess | None = None
+        self._standby = Standby(loop, self._new_process, self._standby_allowed)
         self._discarded: list[EngineProcess] = []
         """Killed because they are of no more use, and not gone yet."""
         self._failures = 0
         self._restart: Timer | None = None
+        self._end_expected = False
         self._stopping = False
         self._on_gone: Callable[[], None] | None = None
 
@@ -71,6 +77,7 @@ class EngineKeeper:
                 self._discard(self.engine)
                 self.engine = None
         self._job = job
+        self._standby.employ(job.welcome.rank, job.failed_starts)
         if self.engine is None and self._restart is None and not self._discarded:
             self._start()
 
@@ -84,6 +91,10 @@ class EngineKeeper:
         if self.engine is not None:
             log.warning("the engine is killed: %s", reason)
             self.engine.send_signal(signal.SIGKILL, reason)
+
+    def expect_end(self) -> None:
+        """The rank was asked to end: until it does, an engine that dies is replaced, but no standby is started any more."""
+        self._end_expected = True
 
     def stop(self, message: Stop, on_gone: Callable[[], None]) -> None:
         """End everything: SIGTERM after the message's grace, SIGKILL `KILL_SECONDS` later; `on_gone` is called once."""
@@ -102,13 +113,11 @@ class EngineKeeper:
         job, wanted = self._job, time.monotonic()
         assert job is not None
         self._restart = None
-        if self._standby is not None and not self._standby.alive:
-            self._discard_standby()  # killed together with the engine
-        engine, self._standby = self._standby, None
+        engine = self._standby.take()
         what = "a new one" if engine is None else "the standby"
         if engine is None:
             try:
-                engine = EngineProcess(self._loop, self._post, job.threads, self._heard, self._ended)
+                engine = self._new_process()
             except OSError as error:
                 self._failed(Death(ENGINE_EXITED, f"its engine could not be started: {error}"))
                 return
@@ -116,14 +125,14 @@ class EngineKeeper:
         self.engine = engine
         engine.welcome(job.welcome, wanted)
 
-    def _start_standby(self) -> None:
-        job = self._job
-        if self._stopping or self._standby is not None or job is None or not job.standby:
-            return
-        try:
-            self._standby = EngineProcess(self._loop, self._post, job.threads, self._heard, self._ended)
-        except OSError as error:
-            log.warning("no standby: %s", error)
+    def _new_process(self) -> EngineProcess:
+        assert self._job is not None
+        return EngineProcess(self._loop, self._post, self._job.threads, self._heard, self._ended)
+
+    def _standby_allowed(self) -> bool:
+        """An engine that starts or forms an epoch has the machine for itself, and a rank that ends needs no other."""
+        serves = self.engine is not None and self.engine.serves
+        return serves and self._job is not None and self._job.standby and not (self._stopping or self._end_expected)
 
     def _heard(self, engine: EngineProcess, message: FromEngineControl) -> None:
         if engine is not self.engine:
@@ -131,7 +140,7 @@ class EngineKeeper:
             return
         if isinstance(message, Ready):
             self._failures = 0
-            self._start_standby()
+            self._standby.want()
         self._on_message(message)
 
     # Ends
@@ -141,9 +150,8 @@ class EngineKeeper:
             self.engine = None
             if not self._stopping or not engine.asked_for(how):
                 self._failed(engine.death(how), was_ready=engine.was_ready)
-        elif engine is self._standby:
-            self._standby = None
-            log.warning("the standby, process %d, ended: %s", engine.pid, how)
+        elif engine is self._standby.process:
+            self._standby.ended(how)
         else:
             self._discarded.remove(engine)
             if self.engine is None and self._restart is None and not self._discarded and not self._stopping:
@@ -164,9 +172,9 @@ class EngineKeeper:
             self._start()
 
     def _discard_standby(self) -> None:
-        if self._standby is not None:
-            self._discard(self._standby)
-            self._standby = None
+        standby = self._standby.discard()
+        if standby is not None:
+            self._discard(standby)
 
     def _discard(self, engine: EngineProcess) -> None:
         self._discarded.append(engine)
@@ -183,7 +191,7 @@ class EngineKeeper:
             self._restart = None
 
     def _check_gone(self) -> None:
-        if self._stopping and self.engine is None and self._standby is None and not self._discarded:
+        if self._stopping and self.engine is None and self._standby.process is None and not self._discarded:
             on_gone, self._on_gone = self._on_gone, None
             if on_gone is not None:
                 on_gone()

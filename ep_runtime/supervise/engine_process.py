@@ -33,7 +33,7 @@ from protocol.messages import (
     ToEngineControl,
     Welcome,
 )
-from protocol.progress import Position, ProgressPage
+from protocol.progress import Phase, Position, ProgressPage
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,7 @@ class EngineProcess:
         self.state = EngineState.STANDBY
         self.epoch = 0
         self.was_ready = False
+        self._serves = False
         self._clock = StartClock()
         self._page, descriptor = ProgressPage.create()
         ours, theirs = socket.socketpair()
@@ -165,9 +166,19 @@ class EngineProcess:
         """False from the moment of its end on, also before that was noticed."""
         return self._child.running
 
+    @property
+    def serves(self) -> bool:
+        """True while it lives, from its Ready to the end of that epoch."""
+        return self._serves and self.alive
+
     def position(self) -> Position:
         """Where it is now."""
         return self._page.read()
+
+    def waited(self) -> float:
+        """Seconds since it has imported everything, as long as it has no Welcome; else 0. Right at the moment of its end, too."""
+        at = self._page.read()
+        return at.idle_s if at.phase is Phase.STANDBY else 0.0
 
     def welcome(self, welcome: Welcome, wanted: float) -> None:
         """Make it the engine of a rank: it loads. Its first message. `wanted`: since when somebody waits (monotonic seconds)."""
@@ -182,6 +193,7 @@ class EngineProcess:
             log.debug("process %d loads: %s is not for it", self.pid, type(message).__name__)
             return
         self.state = EngineState.LEAVING if isinstance(message, EndEpoch) else EngineState.BUSY
+        self._serves = False
         self.epoch = message.epoch
         self._send(message)
 
@@ -239,6 +251,7 @@ class EngineProcess:
                 self.state = EngineState.IDLE
             case Ready():
                 self.was_ready = True
+                self._serves = self.state is EngineState.BUSY and message.epoch == self.epoch
         if isinstance(message, EpochLeft | Report):
             message = msgspec.structs.replace(message, alone=self._page.read().alone)  # the page keeps it until the next epoch
         self._on_message(self, message)

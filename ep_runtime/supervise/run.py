@@ -108,7 +108,12 @@ def head(given: RuntimeConfig, place: Place, modules: Modules) -> int:
         post = make_post(0, place.local_rank, place.local_world, folder.path, config.token, modules)
         # The supervisor's own end is not the server's: the coordinator finishes when every member has left.
         supervisor = Supervisor(loop, theirs, post, lambda status, cause: None)
-        loop.on_signals(SIGNALS, lambda number: coordinator.ask_stop(number.name))
+
+        def asked_to_end(number: signal.Signals) -> None:
+            supervisor.expect_end()
+            coordinator.ask_stop(number.name)
+
+        loop.on_signals(SIGNALS, asked_to_end)
         frontend = Frontend(loop, modules.frontend, told, http, coordinator.frontend_ended)
         coordinator.start(frontend, listener, ours)
         supervisor.start()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from protocol.progress import Phase, Position
 
+BEFORE_LOADING = frozenset({Phase.STARTING, Phase.STANDBY})
+
 
 class StartClock:
     """Times are `time.monotonic()` seconds. A start has three parts: spawn, until its Python runs; import, until it reads its
@@ -30,7 +32,7 @@ class StartClock:
         moved = now - position.idle_s
         if self._began is None and position.moves:
             self._began = moved if position.phase is Phase.STARTING else self._looked
-        if self._loading is None and position.phase is not Phase.STARTING:
+        if self._loading is None and position.phase not in BEFORE_LOADING:
             self._loading = moved if position.phase is Phase.LOADING else self._looked
         self._looked = now
 

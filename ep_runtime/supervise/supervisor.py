@@ -95,11 +95,16 @@ class Supervisor:
 
     def ask_stop(self, reason: str) -> None:
         """A signal asks this rank to end: the coordinator ends all of them in order. Without one it ends at once."""
+        self.expect_end()
         if self._head.welcomed:
             self._head.send(Stop(reason=reason, grace=0.0))
             self._loop.later(ASKED_SECONDS, lambda: self._stop(Stop(reason=f"{reason}, and no word of the head", grace=0.0)))
         else:
             self._stop(Stop(reason=reason, grace=0.0))
+
+    def expect_end(self) -> None:
+        """The rank was asked to end, and its coordinator knows."""
+        self._keeper.expect_end()
 
     # The head
 
@@ -146,6 +151,7 @@ class Supervisor:
             Welcome(rank=welcome.rank, world=welcome.world, config=local.to_json()),
             threads,
             config.standby,
+            config.max_failed_starts,
             (welcome.rank, welcome.world, config.digest(), local.model, threads),
         )
         self._employed = True

@@ -155,6 +155,8 @@ def test_stop_while_loading_ends_in_order(start: Starter) -> None:
 
 def test_a_standby_ends_at_stop_and_with_its_supervisor(tmp_path: Path) -> None:
     with closing(EngineProcess(tmp_path)) as engine:
+        page = engine.page
+        wait_until(lambda: page.read().phase is Phase.STANDBY, "it does not stand by")
         engine.send(Stop(reason="nobody needs it", grace=0.0))
         assert engine.exit_status() == 0
     with closing(EngineProcess(tmp_path)) as engine:

@@ -108,7 +108,12 @@ def arrange(faults: Faults) -> None:
     _break_executor(faults)
     _break_links(faults)
     _break_tower(faults)
-    load_rank, open_head, open_worker = engine.load_rank, engine.open_head, engine.open_worker
+    load_rank, open_head, open_worker, run = engine.load_rank, engine.open_head, engine.open_worker, engine.Engine.run
+
+    def stand(self: engine.Engine) -> None:
+        faults.rank = self._device_index  # on one host the rank that it will have
+        faults.tell("stands")
+        run(self)
 
     def load(config: Any, parallel: Any, *args: Any, **kwargs: Any) -> Any:
         faults.rank = parallel.rank
@@ -125,6 +130,7 @@ def arrange(faults: Faults) -> None:
         return open_worker(*args, **kwargs)
 
     engine.load_rank, engine.open_head, engine.open_worker = load, head, worker
+    engine.Engine.run = stand  # type: ignore[method-assign]
 
 
 def _break_executor(faults: Faults) -> None:

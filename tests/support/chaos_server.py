@@ -117,6 +117,13 @@ class ChaosServer:
         """The pid of this rank's engine: the process that began to load last."""
         return self._events.newest("loading", rank)["pid"]
 
+    def stood(self, rank: int, number: int) -> int:
+        """The pid of this rank's last process that has imported everything; waits until there have been `number`, the first engine
+        among them.
+        """
+        self._events.wait("stands", rank, number - 1)
+        return self._events.newest("stands", rank)["pid"]
+
     def frontend(self) -> psutil.Process:
         """The process that serves HTTP."""
         return next(child for child in psutil.Process(self.ranks[0].pid).children() if FRONTEND in child.cmdline())

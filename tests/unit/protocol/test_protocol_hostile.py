@@ -119,10 +119,10 @@ def page(**words: int) -> ProgressPage:
     return ProgressPage(bytearray(struct.pack("<8q", *(words.get(name, 0) for name in names)).ljust(PAGE_BYTES, b"\xff")))
 
 
-@pytest.mark.parametrize("phase", [-1, 11, 2**62])
+@pytest.mark.parametrize("phase", [-1, 12, 2**62])
 def test_a_page_with_a_phase_that_is_none_is_read(phase):
     assert page(phase=phase).read().phase is Phase.UNKNOWN
-    assert page(phase=Phase.LEAVING).read().phase is Phase.LEAVING
+    assert page(phase=Phase.STANDBY).read().phase is Phase.STANDBY
 
 
 def test_a_page_with_a_command_that_is_none_is_read():

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
 
-import psutil
 import pytest
 
 from protocol.messages import (
@@ -25,21 +21,7 @@ from protocol.messages import (
 )
 from tests.support.python_path import python_path
 from tests.support.supervised import FAKES, WAIT_SECONDS, assert_gone
-from tests.support.supervised_daemon import BEGIN, TOKEN, Head
-
-
-@pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Head]]:
-    heads: list[Head] = []
-
-    def begin(**variables: str) -> Head:
-        heads.append(Head(tmp_path_factory.mktemp("d"), variables))
-        return heads[-1]
-
-    yield begin
-    for head in heads:
-        head.close()
-
+from tests.support.supervised_daemon import BEGIN, TOKEN
 
 # Joining and leaving
 
@@ -212,36 +194,6 @@ def test_an_engine_killed_after_ready_is_replaced_by_the_standby_that_lived_alre
     assert seconds["spawn"] == 0.0
     head.begin()
     head.output.until(r"fake process \d+ waits")  # and after the next Ready there is another
-
-
-def test_a_standby_that_dies_is_missed_by_nobody(start):
-    head = start()
-    head.load()
-    head.begin()
-    standby = head.standby()
-    standby.kill()
-    head.output.until("the standby, process .* ended: killed by SIGKILL")
-    head.engine().kill()
-    assert head.receive(Report).ended
-    head.receive(Loaded)
-
-
-def test_a_standby_that_is_killed_together_with_the_engine_does_not_count_as_a_start(start):
-    head = start()
-    head.load()
-    head.begin()
-    engine, standby = head.engine(), head.standby()
-    daemon = psutil.Process(head.daemon.pid)
-    daemon.suspend()  # so that it learns of both ends at once
-    for process in (engine, standby):
-        ended = os.pidfd_open(process.pid)
-        process.kill()
-        assert select.select([ended], [], [], WAIT_SECONDS)[0]
-        os.close(ended)
-    daemon.resume()
-    assert head.receive(Report).ended
-    head.receive(Loaded)
-    head.begin()
 
 
 def test_engine_and_standby_die_with_a_killed_daemon(start):

@@ -78,9 +78,10 @@ def test_a_standby_counts_only_what_is_still_to_wait_for():
     clock.look(50.0, at(Phase.STARTING, 1, 0.0))
     assert not clock.learns
     clock.want(100.0)
+    clock.look(100.0, at(Phase.STANDBY, 2, 47.0))
     assert clock.learns
-    clock.look(100.5, at(Phase.LOADING, 2, 0.5))
-    assert clock.seconds(103.0) == pytest.approx({"spawn": 0.0, "import": 0.0, "load": 3.0})
+    clock.look(100.5, at(Phase.LOADING, 3, 0.25))
+    assert clock.seconds(103.0) == pytest.approx({"spawn": 0.0, "import": 0.25, "load": 2.75})
 
 
 def test_a_load_that_was_over_between_two_looks_begins_at_the_first_of_them():
@@ -172,7 +173,7 @@ def test_an_engine_for_which_there_is_no_process_is_a_failed_start(monkeypatch, 
     deaths: list[str] = []
     with Loop() as loop:
         keeper = EngineKeeper(loop, post, lambda message: None, lambda death: deaths.append(death.message))
-        keeper.employ(Job(Welcome(rank=1, world=2, config=b""), 1, False, (1,)))
+        keeper.employ(Job(Welcome(rank=1, world=2, config=b""), 1, False, 5, (1,)))
         assert deaths == ["its engine could not be started: Resource temporarily unavailable"]
         gone: list[bool] = []
         keeper.stop(Stop(reason="", grace=1.0), lambda: gone.append(True))

@@ -52,6 +52,7 @@ class Engine:
         self.orders: dict[str, str] = {}
 
     def run(self) -> int:
+        self.page.enter(Phase.STANDBY)
         say(f"fake process {os.getpid()} waits")
         welcome = self.control.recv()
         assert isinstance(welcome, Welcome)
