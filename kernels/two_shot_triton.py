@@ -15,7 +15,9 @@ A sum is rounded to the model's dtype before it is shown, as it is wherever it i
 What a rank tells a peer grows from step to step, so a signal that is further on says all that is before it. `tiles` is more than
 twice the parts that a program ever has. Two halves suffice here, too, though a rank hears from owners alone: it leaves a call n + 1
 of program p after the owner of p's first part has heard from every rank in that call, and who is in p's call n + 1 has ended its
-call n. No rank waits for one that waits for it: 1 waits for nothing, 2 for what is told in 1, and 3 for what is told in 2.
+call n. A host that says stop makes its rank tell of sums without what has not come: by then its epoch is closed to its peers, whose
+hosts look at nothing that was computed since. No rank waits for one that waits for it: 1 waits for nothing, 2 for what is told in
+1, and 3 for what is told in 2.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

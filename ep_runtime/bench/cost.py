@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ep_runtime.bench.floor import StepBytes, step_bytes
+from kernels.peer_memory import WORD_ROWS
 from model.config import ModelConfig
 from model.parallel import ExpertPlacement, Parallel
 from model.reads import WeightBytes
@@ -185,17 +186,21 @@ def collectives(model: ModelCosts, layout: str, world: int) -> int:
 
 
 def collective_us(machine: Machine, case: Case, part_bytes: float) -> float:
-    """Microseconds of a sum of each rank's `part_bytes`; on a host of more than two ranks the sooner of one shot and two."""
+    """Microseconds of a sum of each rank's `part_bytes` of `case.batch` rows.
+
+    More than two ranks of a host take words for a few rows, which carry twice the bytes, and two shots for more (`Peers`).
+    """
     links, inside = machine.links, machine.links.reduction
     if case.world == 1:
         return 0.0
     near = inside + links.peer * (case.per_host - 2) if case.per_host > 1 else 0.0
     near_bytes = (case.per_host - 1) * part_bytes
     if case.hosts == 1:
-        shots = [near + near_bytes / links.inside * 1e6]
-        if case.per_host > 2:
-            shots.append(2 * near + two_shot_bytes(case.per_host, part_bytes) / links.inside * 1e6)
-        return min(shots)
+        if case.per_host == 2:
+            return near + near_bytes / links.inside * 1e6
+        if case.batch <= WORD_ROWS // (case.per_host - 1):
+            return near + 2 * near_bytes / links.inside * 1e6
+        return 2 * near + two_shot_bytes(case.per_host, part_bytes) / links.inside * 1e6
     if case.by_host:
         # Each GPU of a host sums a share of the rows, exchanges it with its like, and shows it to its host's others.
         share = near_bytes / case.per_host / links.inside * 1e6
@@ -275,7 +280,8 @@ def prefill_seconds(machine: Machine, model: ModelCosts, case: Case, *, rows: in
     steps = -(-rows // step_rows)
     part = rows * model.config.hidden_size * model.element
     # The latency is part of `prefill_fixed`; the bytes are not.
-    moved = two_shot_bytes(case.per_host, part) / machine.links.inside + (case.hosts - 1) * part / machine.links.between
+    near = two_shot_bytes(case.per_host, part) if case.hosts == 1 else (case.world - 1) * part
+    moved = near / machine.links.inside + (case.hosts - 1) * part / machine.links.between
     sums = 0.0 if case.alone else collectives(model, case.layout, case.world) * moved
     share = mixing_share(case, rows, step_rows)
     last = rows - (steps - 1) * step_rows

@@ -44,9 +44,6 @@ def sum_of_choices(world: int, call: int, shape: tuple[int, int], dtype: torch.d
         (1, "float16", 4, 32, "warps", 4, False),
         (2, "float16", 4, 32, "thread", 0, True),
         (3, "float32", 2, 32, "thread", 4, True),
-        (3, "float32", 1, 3, "warps", 0, True),
-        (4, "float32", 5, 32, "atomic", 2, True),
-        (1, "float16", 4, 32, "thread", 0, True),
     ],
 )
 def test_every_rank_gets_the_sum_in_rank_order(

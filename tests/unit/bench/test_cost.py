@@ -71,9 +71,9 @@ def test_collectives_by_hand(models: dict[str, ModelCosts]) -> None:
     megabyte = 1e6
     assert collective_us(PLAIN, Case(batch=1), megabyte) == 0
     assert collective_us(PLAIN, Case(batch=1, per_host=2), megabyte) == pytest.approx(8 + 10)
-    # On four ranks two shots are sooner for many bytes, one for few.
-    assert collective_us(PLAIN, Case(batch=1, per_host=4), megabyte) == pytest.approx(2 * (8 + 2 * 2) + 2 * 3 / 4 * 10)
-    assert collective_us(PLAIN, Case(batch=1, per_host=4), megabyte / 10) == pytest.approx(8 + 2 * 2 + 3)
+    # Four ranks: up to 85 rows in words, twice the bytes from each of three; then two shots.
+    assert collective_us(PLAIN, Case(batch=85, per_host=4), megabyte) == pytest.approx(8 + 2 * 2 + 2 * 30)
+    assert collective_us(PLAIN, Case(batch=86, per_host=4), megabyte) == pytest.approx(2 * (8 + 2 * 2) + 2 * 3 / 4 * 10)
     flat = Case(batch=1, per_host=4, hosts=3)
     assert collective_us(PLAIN, flat, megabyte) == pytest.approx(12 + 11 * 10 + 30 + 2 * 100)
     assert collective_us(PLAIN, replace(flat, by_host=True), megabyte) == pytest.approx(2 * (12 + 3 * 10 / 4) + 30 + 2 * 100 / 4)

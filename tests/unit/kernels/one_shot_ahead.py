@@ -57,5 +57,6 @@ def compiled(name: str, reader: str, pause: int) -> list[Any]:
 
 if __name__ == "__main__":
     ways = [("warps", 0), ("warps", 100), ("thread", 0), ("thread", 100), ("atomic", 0)]
-    texts = [compiled(name, reader, pause) for name in ("sum", "gather", "two shots") for reader, pause in ways]
+    texts = [compiled(name, reader, pause) for name in ("sum", "gather") for reader, pause in ways]
+    texts += [compiled("two shots", reader, 0) for reader in ("warps", "thread")]
     json.dump([*texts, compiled("choices", "thread", 0), compiled("words", "thread", 0)], sys.stdout)

@@ -19,7 +19,7 @@ def test_every_way_of_waiting_is_compiled_in_order(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = json.loads(done.stdout)
-    assert len(compiled) == 17
+    assert len(compiled) == 14
     for name, reader, pause, ptx, ir in compiled[:-1]:
         about = f"{name} {reader} {pause}"
         atomics = [line for line in ptx.splitlines() if "atom." in line]
