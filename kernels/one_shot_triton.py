@@ -15,11 +15,11 @@ may follow it. Other programs use the link while one waits.
 | `abort[0]` | pinned host memory | this rank's host | not 0: leave without the peers; the output means nothing |
 
 A tile that does not go in parts is one part. `tiles` is more than the parts that a program ever has. Signals only grow, by less
-than 2^31 at a time, so that they may pass the largest int32.
-That holds for the reader `thread`, the default: how the others read would set a negative one to 0. Two halves suffice: a rank writes half n % 2 again in program p's call
-n + 2, which it enters only after every peer has told it of p's call n + 1, and a peer tells of n + 1 only after its call n has
-ended. What program p writes lies where only program p ever writes, in every call, in parts or not. Addresses come from device
-tables, so that graphs can outlive an epoch.
+than 2^31 at a time, so that they may pass the largest int32. That holds for the reader `thread`, the default: how the others read
+would set a negative one to 0. Two halves suffice: a rank writes half n % 2 again in program p's call n + 2, which it enters only
+after every peer has told it of p's call n + 1, and a peer tells of n + 1 only after its call n has ended. What program p writes
+lies where only program p ever writes, in every call, in parts or not. Addresses come from device tables, so that graphs can outlive
+an epoch.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
