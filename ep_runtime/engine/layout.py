@@ -36,7 +36,7 @@ class Links:
     peer_us: float
 
 
-LINKS = {"NVIDIA H200": Links(memory=4.27e12, inside=2.36e11, sum_us=1.4, peer_us=1.0)}
+LINKS = {"NVIDIA H200": Links(memory=4.27e12, inside=3.26e11, sum_us=1.4, peer_us=1.0)}
 """By the device's name, from docs/scaling.md: a copy's bandwidth, NCCL's rate at 32 MB, a sum of one row in a graph less the norm
 in it; `peer_us` is assumed."""
 
