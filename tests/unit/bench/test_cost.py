@@ -27,7 +27,7 @@ from ep_runtime.bench.cost import (
     prefill_seconds,
     rank_bytes,
 )
-from ep_runtime.bench.cost_check import WITHIN, check, refit, refit_prompts, worst
+from ep_runtime.bench.cost_check import WITHIN, check, check_loads, refit, refit_prompts, worst
 from ep_runtime.bench.cost_doc import SHARES, filled, tables
 from ep_runtime.bench.cost_models import known_models, load_machine, read_loads, read_records, read_results, save_machine
 from ep_runtime.bench.cost_shares import MACHINE, check_shares, share_loads
@@ -214,6 +214,7 @@ def test_against_recorded_results(models: dict[str, ModelCosts]) -> None:
     assert worst(rows, "others_off") < WITHIN
     assert {(part["model"], part["ranks"]) for part in shares["parts"]} >= {(name, 8) for name in models}
     assert all(abs(row["off"]) < WITHIN for row in check_shares(machine, models, shares))
+    assert all(abs(row["off"]) < WITHIN for row in check_loads(machine, read_loads(results, models)))
     for part in shares["parts"]:
         for step in part["decode"]:
             case = Case(batch=step["batch"], context=step["context"], per_host=part["ranks"], layout=part["attention_layout"])
