@@ -75,6 +75,9 @@ def largest_step(ctx: RankContext, *, folder: str, loops: int = 1, **settings: A
 HUNGRY = 77
 """A token whose forward asks for more memory than there is."""
 
+TOO_MUCH = 1 << 40
+"""Bytes that no process of a test has freed and its C library kept: under a limit, they can't be had."""
+
 
 @contextmanager
 def memory_limit(spare: int) -> Iterator[None]:
@@ -89,14 +92,14 @@ def memory_limit(spare: int) -> Iterator[None]:
 
 
 def _hungry(executor: Executor) -> None:
-    """Have every forward of a HUNGRY token ask the allocator for a GiB where 256 MiB are left."""
+    """Have every forward of a HUNGRY token ask the allocator for a TiB where 256 MiB are left."""
     forward = executor._model.forward
 
     def failing(batch: ForwardBatch, state: StateRegistry, comm: Communicator) -> ForwardOutput:
         output = forward(batch, state, comm)
         if bool((batch.token_ids == HUNGRY).any()):
             with memory_limit(256 << 20):
-                torch.empty(1 << 30, dtype=torch.uint8)
+                torch.empty(TOO_MUCH, dtype=torch.uint8)
         return output
 
     executor._model.forward = failing  # type: ignore[method-assign]
@@ -150,7 +153,7 @@ def cannot_reserve(ctx: RankContext, *, folder: str, requests: list[dict[str, An
                 seen += 1
                 if seen == nth:
                     with memory_limit(256 << 20):
-                        torch.empty(1 << 30, dtype=torch.uint8)
+                        torch.empty(TOO_MUCH, dtype=torch.uint8)
             return change
 
         executor.prepare = failing  # type: ignore[method-assign]
