@@ -41,6 +41,7 @@ class _Sources(RuntimeConfig, BaseSettings):
         cli_avoid_json=True,
         cli_hide_none_type=True,
         cli_prog_name="ep-runtime",
+        cli_shortcuts={"cors-origins": "allowed-origins"},  # vLLM's name
         nested_model_default_partial_update=False,
     )
 

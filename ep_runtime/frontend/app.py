@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from ep_runtime.frontend.api import chat, completions, health, metrics, models, tokenize
 from ep_runtime.frontend.api.errors import install_error_handlers
@@ -43,14 +45,26 @@ def build_app(front: Frontend, version: str) -> FastAPI:
         body_seconds=config.body_seconds,
         larger={} if front.text.vision is None else dict.fromkeys(IMAGE_PATHS, larger),
     )
-    if config.cors_origins:
-        # The outermost, so that browsers may read refusals too and preflights need no key.
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
-        )
     document = app.openapi
     app.openapi = lambda: correct_document(document(), bool(config.api_keys))  # type: ignore[method-assign]
     return app
+
+
+def open_to(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
+    """`app` with leave for browsers that show pages of these origins to call it and read its answers; `*` is any.
+
+    Around everything else, the framework's own answer to an error of ours included: pages may read every refusal, and a preflight,
+    which browsers send without a key, needs none.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=list(origins),
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],  # which OpenAI's client reads
+    )
 
 
 def correct_document(document: dict[str, Any], keyed: bool) -> dict[str, Any]:

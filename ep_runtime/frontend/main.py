@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pydantic import ValidationError
 
-from ep_runtime.frontend.app import build_app
+from ep_runtime.frontend.app import build_app, open_to
 from ep_runtime.frontend.config import FrontendConfig
 from ep_runtime.frontend.context import Frontend
 from ep_runtime.frontend.engine_client import EngineClient
@@ -61,7 +61,7 @@ async def run(config: FrontendConfig, text: TextStack, sock: socket.socket) -> N
     engine = EngineClient(ZmqLink(config.runtime_dir), journal, metrics)
     front = Frontend(config, text, journal, engine, metrics)
     try:
-        await serve(front, build_app(front, package_version()), sock)
+        await serve(front, open_to(config.cors_origins, build_app(front, package_version())), sock)
         journal.check_integrity()
     finally:
         front.close()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Generator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from ep_runtime.frontend.api.errors import shutting_down
 from ep_runtime.frontend.connection import connection_class
@@ -47,7 +47,7 @@ def adopt(descriptor: int) -> socket.socket:
     return sock
 
 
-async def serve(front: Frontend, app: FastAPI, sock: socket.socket) -> None:
+async def serve(front: Frontend, app: ASGIApp, sock: socket.socket) -> None:
     """Run until SIGTERM or SIGINT has been served. A second signal ends the drain."""
     front.metrics.registry.register(EngineCollector(lambda: front.engine.stats))
     config = uvicorn.Config(

@@ -195,6 +195,14 @@ class TextStack:
 
         return await self.compiler.compile(make, [tools, schema], "response_format")
 
+    async def words_grammar(self, tools: list[dict[str, Any]], parallel: bool) -> Grammar:
+        """A grammar of free text with calls of these tools alone in it. Raises ApiError."""
+
+        def make(factory: GrammarFactory) -> Grammar:
+            return factory.calls_in_words(tools, self.tool_parser_name, parallel=parallel)
+
+        return await self.compiler.compile(make, tools, "tools")
+
     async def constrain(
         self, grammar: Grammar, prompt: RenderedPrompt, count: int, reasoning: bool
     ) -> list[tuple[MaskSource, bytes]]:

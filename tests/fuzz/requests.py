@@ -29,6 +29,10 @@ TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}},
 }
+SOME: dict[str, Any] = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},
+}
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}
 CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 BODIES: dict[str, list[dict[str, Any]]] = {
@@ -38,6 +42,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"messages": [{"role": "system", "content": "s"}, USER], "n": 2, "stop": ["o", "x"], "temperature": 0.5, "seed": 3},
         {"messages": [USER], "logprobs": True, "top_logprobs": 2, "max_tokens": 3},
         {"messages": [USER], "tools": [TOOL], "tool_choice": "required"},
+        {"messages": [USER], "tools": [TOOL], "tool_choice": SOME},
         {"messages": [USER], "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}, "stream": True},
         {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "1", "tool_call_id": "c"}]},
         {"messages": [USER], "response_format": {"type": "json_object"}, "max_tokens": 20},
@@ -216,7 +221,10 @@ def grammars(rng: random.Random) -> Visit:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     else:
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-        body |= {"tools": [tool], "tool_choice": rng.choice(["required", "auto", {"type": "function", "function": {"name": "f"}}])}
+        body |= {
+            "tools": [tool],
+            "tool_choice": rng.choice(["required", "auto", {"type": "function", "function": {"name": "f"}}, SOME]),
+        }
     return Visit("grammars", [request(CHAT, dump(body))])
 
 

@@ -17,6 +17,7 @@ MakeStack = Callable[..., Stack]
 USER = [{"role": "user", "content": "Hi"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": PARAMETERS}}]
+BOTH_WAYS = pytest.mark.parametrize("stream", [False, True])
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
@@ -139,15 +140,29 @@ def test_prompt_logprobs(stack: Stack) -> None:
     assert [next(iter(row)) for row in body["prompt_logprobs"][1:]] == [str(token) for token in prompt[1:]]
 
 
-def test_reasoning_is_split_out(stack: Stack) -> None:
+REASONING_NAMES = ("reasoning", "reasoning_content")
+
+
+def test_reasoning_is_split_out_under_both_names(stack: Stack) -> None:
     stack.output = "<think>\none two\n</think>\n\nThe lazy dog."
-    message = stack.chat().json()["choices"][0]["message"]
-    assert message["reasoning_content"] == "one two"
-    assert message["content"] == "The lazy dog."
+    message = stack.client().chat.completions.create(model="tiny", messages=USER).choices[0].message
+    assert [getattr(message, name) for name in REASONING_NAMES] == ["one two"] * 2
+    assert message.content == "The lazy dog."
     stream = stack.client().chat.completions.create(model="tiny", messages=USER, stream=True)
     deltas = [chunk.choices[0].delta.model_dump() for chunk in stream]
-    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "one two"
+    for name in REASONING_NAMES:
+        assert "".join(delta.get(name) or "" for delta in deltas) == "one two"
+    assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
     assert "".join(delta.get("content") or "" for delta in deltas) == "The lazy dog."
+    # The next turn takes the answer back as the client holds it, both names in it.
+    assert set(REASONING_NAMES) <= set(message.model_dump())
+    again = stack.client().chat.completions.create(model="tiny", messages=[*USER, message, *USER], max_tokens=1)
+    assert again.choices[0].finish_reason == "length"
+
+
+@BOTH_WAYS
+def test_an_answer_without_reasoning_has_neither_name(stack: Stack, stream: bool) -> None:
+    assert "reasoning" not in stack.chat(stream=stream).text
 
 
 def test_tool_call_auto(stack: Stack) -> None:
@@ -266,9 +281,6 @@ def test_content_parts_and_harmless_fields(stack: Stack) -> None:
     assert "<|im_start|>system\nseven" in prompt
 
 
-BOTH_WAYS = pytest.mark.parametrize("stream", [False, True])
-
-
 def read_choice(stack: Stack, *, stream: bool, **fields: object) -> tuple[str, list[list[str]], str]:
     """Content, calls as name and arguments, and finish_reason."""
     answer = stack.client().chat.completions.create(model="tiny", messages=USER, stream=stream, **fields)
@@ -349,6 +361,29 @@ def test_reasoning_of_an_earlier_turn_is_taken_under_both_names(make_stack: Make
     assert stack.chat(messages=[turn, {"role": "user", "content": "Hi"}], max_tokens=1).status_code == 200
     assert stack.tokenizer.decode(stack.engine.submits(1)[0].prompt) == "one two|one two|Paris||Hi"
     assert stack.chat(messages=[turn | {"reasoning": "one two"}], max_tokens=1).status_code == 200
+
+
+def test_cache_control_changes_nothing(make_stack: MakeStack) -> None:
+    """Anthropic's clients mark parts, messages and tools with it, and proxies pass it on."""
+    stack = make_stack(chat_template="{{ messages | tojson }}{{ tools | tojson }}", tool_call_parser="hermes")
+    stack.engine_of(1)
+    stack.server.wait_line("out", "ready")
+    for mark in ({}, {"cache_control": {"type": "ephemeral", "ttl": "1h"}}, {"cache_control": None}):
+        messages = [
+            {"role": "system", "content": [{"type": "text", "text": "s", **mark}], **mark},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", **mark}], **mark},
+            {"role": "assistant", "content": [{"type": "text", "text": "c", **mark}, {"type": "refusal", "refusal": "d", **mark}]},
+            {"role": "tool", "content": [{"type": "text", "text": "e", **mark}], "tool_call_id": "x", **mark},
+        ]
+        tools = [{"type": "function", "function": {"name": "f", **mark}, **mark}]
+        answer = stack.client().chat.completions.create(model="tiny", messages=messages, tools=tools, max_tokens=1)
+        assert answer.choices[0].finish_reason == "length"
+        assert (
+            stack.http.post("/tokenize", json={"messages": messages, "tools": tools}).json()["count"] == answer.usage.prompt_tokens
+        )
+    plain, *marked = [submit.prompt for submit in stack.engine.submits(3)]
+    assert marked == [plain, plain]
+    assert "cache" not in stack.tokenizer.decode(plain)
 
 
 NEUTRAL_FIELDS = {

@@ -24,6 +24,12 @@ LIST_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type"
 FORCED = {"type": "function", "function": {"name": "g"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}
 JSON = {"type": "json_object"}
+MARK = "messages.0.content.0.cache_control"
+
+
+def some_of(*tools: dict[str, Any], mode: str = "auto") -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
 
 CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -59,6 +65,15 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": FORCED}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tools": [TOOL], "tool_choice": some_of(TOOL, mode="none")}, "tool_choice.allowed_tools.mode"),
+    ({"tools": [TOOL], "tool_choice": some_of()}, "tool_choice.allowed_tools.tools"),
+    ({"tools": [TOOL], "tool_choice": some_of(TOOL, FORCED)}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": some_of(TOOL), "ignore_eos": True}, "ignore_eos"),
+    ({"tools": [LIST_TOOL], "tool_choice": some_of(TOOL)}, "tools"),
+    ({"tool_choice": some_of(TOOL)}, "tool_choice"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": 5}]}]}, MARK),
     ({"tools": [TOOL, TOOL]}, "tools"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     (

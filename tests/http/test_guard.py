@@ -1,4 +1,4 @@
-"""API keys, size and time limits, CORS, metrics, and the OpenAPI document."""
+"""API keys, size and time limits, metrics, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from tests.http.test_errors import check_error
 from tests.http.test_lifecycle import MakeStack
 
 KEYS = ("first-key", "second-key")
-ORIGIN = {"Origin": "https://app.example"}
 
 
 @pytest.fixture(scope="module")
 def keyed(model, tokenizer):  # type: ignore[no-untyped-def]
-    stack = Stack(model, tokenizer, api_keys=KEYS, cors_origins=["https://app.example"], max_request_bytes=2000, body_seconds=0.3)
+    stack = Stack(model, tokenizer, api_keys=KEYS, max_request_bytes=2000, body_seconds=0.3)
     stack.engine_of(1)
     stack.server.wait_line("out", "ready")
     yield stack
@@ -59,17 +58,6 @@ def test_a_body_that_does_not_come(keyed: Stack) -> None:
         assert sock.recv(4096).startswith(b"HTTP/1.1 408")
 
 
-def test_cors_for_listed_origins_alone(keyed: Stack, stack: Stack) -> None:
-    preflight = {**ORIGIN, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    allowed = keyed.http.options("/v1/chat/completions", headers=preflight)
-    assert allowed.headers["access-control-allow-origin"] == "https://app.example"
-    refused = keyed.http.get("/v1/models", headers=ORIGIN)
-    assert refused.status_code == 401
-    assert refused.headers["access-control-allow-origin"] == "https://app.example"
-    assert "access-control-allow-origin" not in keyed.http.get("/health", headers={"Origin": "https://evil.example"}).headers
-    assert "access-control-allow-origin" not in stack.http.get("/health", headers=ORIGIN).headers
-
-
 def test_metrics_count(make_stack: MakeStack) -> None:
     stack = make_stack()
     engine = stack.engine_of(3)
@@ -102,7 +90,10 @@ def test_document_declares_errors(stack: Stack, keyed: Stack) -> None:
     responses = document["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert set(responses) == {"200", "400", "404", "408", "413", "415", "429", "500", "503"}
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
-    assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
+    schemas = document["components"]["schemas"]
+    assert schemas["ChatRequest"]["additionalProperties"] is False
+    assert {"reasoning", "reasoning_content"} <= set(schemas["ChatMessage"]["properties"])
+    assert all("cache_control" in schemas[part]["properties"] for part in ("TextPart", "ImagePart", "VideoPart", "Tool"))
     locked = keyed.http.get("/openapi.json", headers={"Authorization": "Bearer first-key"}).json()
     assert "401" in locked["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert locked["paths"]["/v1/models"]["get"]["security"] == [{"api_key": []}]

@@ -119,6 +119,13 @@ def test_images_reach_the_engine_as_transformers_prepares_them(seeing: Stack) ->
     check_images(submit, images)
 
 
+def test_an_image_may_be_marked_for_caching(seeing: Stack) -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    parts = [{**text("Look: "), **mark}, {**image(SMALL), **mark}]
+    assert seeing.chat(messages=user(*parts), max_tokens=1).status_code == 200
+    check_images(seeing.engine.submits(1)[0], expected(seeing, ["<|im_start|>user\nLook: ", SMALL])[1])
+
+
 def test_the_openai_client_streams_several_samples(seeing: Stack) -> None:
     stream = seeing.client().chat.completions.create(
         model="tiny",

@@ -30,6 +30,7 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
 FORCED = {"type": "function", "function": {"name": "get_weather"}}
+SOME = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FORCED]}}
 THINKING = {"chat_template_kwargs": {"thinking": True}}
 LOOPS = {"max_loops": 3, "exit_thresholds": [0.5, 0.75], "return_token_ids": True}
 WHOLE = {"prompt_logprobs": 2}
@@ -41,6 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "stop string shown": (CHAT, {"stop": "dog. Par", "include_stop_str_in_output": True}, TEXT),
     "tool calls": (CHAT, {"tools": TOOLS, "parallel_tool_calls": True}, f"So: {CALL}\n{CALL}"),
     "forced tool call": (CHAT, {"tools": TOOLS, "tool_choice": FORCED}, CALL),
+    "some of the tools": (CHAT, {"tools": TOOLS, "tool_choice": SOME}, f"So: {CALL}\n{CALL} 日"),
     "reasoning": (CHAT, THINKING, "one two</think>\n\nParis"),
     "schema after reasoning": (CHAT, {**THINKING, "response_format": SCHEMA}, 'one</think>{"city": "日"}'),
     "schema": (COMPLETIONS, {"response_format": SCHEMA, "n": 2, "max_tokens": 40}, '{"city": "Paris"}'),

@@ -70,7 +70,7 @@ def make_sampling(
             vocab_size=info.vocab_size,
             logprobs=top,
             prompt_logprobs=body.prompt_logprobs if index == 0 else None,
-            grammar=body.forces_tool or body.wants_json,
+            grammar=body.has_grammar,
             loops=loops,
         )
         for index in range(body.n)
@@ -167,12 +167,14 @@ def output_rules(body: ChatRequest) -> OutputRules:
 
 async def make_grammars(front: Frontend, body: ChatRequest, prompt: RenderedPrompt) -> Sequence[tuple[MaskSource, bytes] | None]:
     """Each sample's grammar with its first mask, None for free text. One compilation serves all samples."""
-    tools, parallel = body.active_tools, body.parallel_tool_calls is not False
+    if not body.has_grammar:
+        return [None] * body.n
+    tools, parallel = body.callable_tools, body.parallel_tool_calls is not False
     if body.forces_tool:
         choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedToolChoice) else "required"
         grammar = await front.text.tool_grammar(tools, choice, parallel)
     elif not body.wants_json:
-        return [None] * body.n
+        grammar = await front.text.words_grammar(tools, parallel)
     elif tools:
         grammar = await front.text.either_grammar(tools, body.response_schema, parallel)
     else:

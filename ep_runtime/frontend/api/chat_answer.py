@@ -32,10 +32,11 @@ class ChatToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """The answer. `content` is null when it is tool calls alone."""
+    """The answer. `content` is null when it is tool calls alone. The reasoning comes under both of its names, or under neither."""
 
     role: Literal["assistant"]
     content: str | None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ChatToolCall] | None = None
     refusal: None = None
@@ -172,8 +173,7 @@ class ChatWriter:
         reasoning = "".join(delta.reasoning for delta in deltas)
         calls = join_calls([call for delta in deltas for call in delta.tool_calls])
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
+        message |= reasoning_fields(reasoning)
         if calls:
             message["tool_calls"] = calls
         choice = {
@@ -199,11 +199,15 @@ def delta_message(delta: ChoiceDelta) -> dict[str, Any]:
     message: dict[str, Any] = {}
     if delta.content:
         message["content"] = delta.content
-    if delta.reasoning:
-        message["reasoning_content"] = delta.reasoning
+    message |= reasoning_fields(delta.reasoning)
     if delta.tool_calls:
         message["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
     return message
+
+
+def reasoning_fields(text: str) -> dict[str, str]:
+    """A reasoning under vLLM's newer name and its older one, which DeepSeek and SGLang have: clients read one of them."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

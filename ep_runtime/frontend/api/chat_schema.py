@@ -8,19 +8,20 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from ep_runtime.frontend.api.common_schema import MAX_LOGPROBS, UNSUPPORTED, SamplingFields, StrictModel, refuse
+from ep_runtime.frontend.api.common_schema import MAX_LOGPROBS, UNSUPPORTED, CacheHint, SamplingFields, StrictModel, refuse
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+MAX_TOOLS = 128
 
 
-class TextPart(StrictModel):
+class TextPart(CacheHint):
     """A piece of text in a message."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(StrictModel):
+class RefusalPart(CacheHint):
     """What the assistant said in place of an answer; a text like any other."""
 
     type: Literal["refusal"]
@@ -34,7 +35,7 @@ class ImageUrl(StrictModel):
     detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted and not used")
 
 
-class ImagePart(StrictModel):
+class ImagePart(CacheHint):
     """An image in a message, for models that take images."""
 
     type: Literal["image_url"]
@@ -47,7 +48,7 @@ class VideoUrl(StrictModel):
     url: str
 
 
-class VideoPart(StrictModel):
+class VideoPart(CacheHint):
     """A video in a message, for models that take videos."""
 
     type: Literal["video_url"]
@@ -92,7 +93,7 @@ TextContent = str | Annotated[list[TextOnly], Field(fail_fast=True, min_length=1
 Content = str | Annotated[list[Part], Field(fail_fast=True, min_length=1)]
 
 
-class SystemMessage(StrictModel):
+class SystemMessage(CacheHint):
     """Instructions; `developer` is OpenAI's newer word for `system`."""
 
     role: Literal["system", "developer"]
@@ -100,7 +101,7 @@ class SystemMessage(StrictModel):
     name: str | None = None
 
 
-class UserMessage(StrictModel):
+class UserMessage(CacheHint):
     """What the user says."""
 
     role: Literal["user"]
@@ -125,7 +126,7 @@ class MessageToolCall(StrictModel):
     index: int | None = None
 
 
-class AssistantMessage(StrictModel):
+class AssistantMessage(CacheHint):
     """An earlier answer, as this server gives it. `reasoning` is vLLM's newer name of `reasoning_content`."""
 
     role: Literal["assistant"]
@@ -148,7 +149,7 @@ class AssistantMessage(StrictModel):
         return value
 
 
-class ToolMessage(StrictModel):
+class ToolMessage(CacheHint):
     """What a called function returned."""
 
     role: Literal["tool"]
@@ -160,7 +161,7 @@ class ToolMessage(StrictModel):
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
-class FunctionDefinition(StrictModel):
+class FunctionDefinition(CacheHint):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     name: str = Field(pattern=FUNCTION_NAME)
@@ -169,7 +170,7 @@ class FunctionDefinition(StrictModel):
     strict: bool | None = None
 
 
-class Tool(StrictModel):
+class Tool(CacheHint):
     """One entry of `tools`."""
 
     type: Literal["function"]
@@ -187,6 +188,37 @@ class NamedToolChoice(StrictModel):
 
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedFunction(FunctionDefinition):
+    """Names one of the functions in `tools`, whose definition counts, whatever else is said of it here."""
+
+    name: str
+
+
+class AllowedTool(Tool):
+    """One of the tools that may be called."""
+
+    function: AllowedFunction
+
+
+class AllowedTools(StrictModel):
+    """Some of `tools`, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(StrictModel):
+    """Lets some of `tools` be called; the model is told of all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["none", "auto", "required", "any"] | Annotated[NamedToolChoice | AllowedToolChoice, Field(discriminator="type")]
+)
 
 
 class TextFormat(StrictModel):
@@ -232,7 +264,7 @@ class ChatRequest(SamplingFields):
         "echo": "use /v1/completions",
         "chat_template": "the server's own is used",
         "documents": "write them into the messages",
-        "include_reasoning": "reasoning comes apart from the content, as reasoning_content",
+        "include_reasoning": "reasoning comes apart from the content, as reasoning and reasoning_content",
         "mm_processor_kwargs": "images are prepared as the model's own files say",
         "enable_thinking": "give it in chat_template_kwargs",
         "reasoning": "use reasoning_effort",
@@ -244,8 +276,8 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(default=None, description="any is Mistral's word for required")
     parallel_tool_calls: bool | None = Field(default=None, description="false keeps the first call alone")
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
@@ -276,9 +308,10 @@ class ChatRequest(SamplingFields):
             raise refuse("tools", "two tools have the same name")
         if self.tool_choice not in (None, "none") and not names and (self.tools is None or self.tool_choice != "auto"):
             raise refuse("tool_choice", "tool_choice is only allowed when tools are given")
-        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names:
-            raise refuse("tool_choice", f"tool_choice names {self.tool_choice.function.name[:64]!r}, which is not in tools")
-        if self.ignore_eos and (self.wants_json or self.forces_tool):
+        for name in self.chosen_names or ():
+            if name not in names:
+                raise refuse("tool_choice", f"tool_choice names {name[:64]!r}, which is not in tools")
+        if self.ignore_eos and self.has_grammar:
             raise refuse("ignore_eos", "ignore_eos contradicts an output whose grammar ends")
 
     @property
@@ -294,7 +327,24 @@ class ChatRequest(SamplingFields):
     @property
     def forces_tool(self) -> bool:
         """True when the answer must be a tool call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
+        return self.tool_choice in ("required", "any") or isinstance(self.tool_choice, NamedToolChoice)
+
+    @property
+    def has_grammar(self) -> bool:
+        """True when the answer is held to a grammar."""
+        return self.wants_json or self.forces_tool or isinstance(self.tool_choice, AllowedToolChoice)
+
+    @property
+    def chosen_names(self) -> list[str] | None:
+        """The functions that tool_choice names, which alone may be called; None when it names none."""
+        match self.tool_choice:
+            case NamedToolChoice(function=function):
+                return [function.name]
+            case AllowedToolChoice(allowed_tools=allowed):
+                return [tool.function.name for tool in allowed.tools]
+        return None
 
     @property
     def active_tools(self) -> list[dict[str, Any]]:
@@ -302,6 +352,12 @@ class ChatRequest(SamplingFields):
         if not self.tools or self.tool_choice == "none":
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Those of `active_tools` that may be called."""
+        names = self.chosen_names
+        return [tool for tool in self.active_tools if names is None or tool["function"]["name"] in names]
 
     @property
     def token_limit(self) -> int | None:

@@ -26,6 +26,12 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class CacheHint(StrictModel):
+    """What clients of Anthropic's API mark as worth caching. It is no part of the data: nothing that is dumped has it."""
+
+    cache_control: dict[str, Any] | None = Field(default=None, exclude=True, description="Accepted and not used")
+
+
 def _declare_null(schema: dict[str, Any]) -> None:
     """Let the JSON schema say of every field that may be absent that it may be null."""
     for name, field in schema["properties"].items():

@@ -26,7 +26,7 @@ class VersionResponse(BaseModel):
     version: str
 
 
-# Balancers ask with HEAD, which has GET's answer without its body; the document would only say everything twice.
+# Balancers and clients ask with HEAD, which has GET's answer without its body; the document would only say everything twice.
 @router.head("/health", include_in_schema=False)
 @router.get("/health", response_model=HealthResponse)
 async def health(request: Request) -> Response:
@@ -48,6 +48,7 @@ async def post_ping(request: Request) -> Response:
     return await health(request)
 
 
+@router.head("/version", include_in_schema=False)
 @router.get("/version", response_model=VersionResponse, responses=error_responses(401))
 async def version(request: Request) -> Response:
     """The version of this package."""

@@ -11,6 +11,7 @@ from ep_runtime.frontend.context import frontend_of
 router = APIRouter(tags=["health"])
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Counters, gauges and histograms in Prometheus' text format."""

@@ -52,6 +52,7 @@ def model_card(front: Frontend, name: str) -> dict[str, Any]:
     return card
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", response_model=ModelList, responses=error_responses(401))
 async def list_models(request: Request) -> Response:
     """The served names."""
@@ -59,6 +60,7 @@ async def list_models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [model_card(front, name) for name in front.config.served_model_name]})
 
 
+@router.head("/v1/models/{model:path}", include_in_schema=False)
 @router.get("/v1/models/{model:path}", response_model=ModelCard, responses=error_responses(401, 404))
 async def get_model(request: Request, model: str) -> Response:
     """One of them."""

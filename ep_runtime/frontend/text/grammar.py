@@ -11,7 +11,7 @@ import llguidance
 
 from ep_runtime.frontend.text.errors import GrammarError
 from ep_runtime.frontend.text.tokenizer import Tokenizer
-from ep_runtime.frontend.text.tool_grammar import tool_calls_rule
+from ep_runtime.frontend.text.tool_grammar import calls_in_words_rule, tool_calls_rule
 
 __all__ = ["Grammar", "GrammarError", "GrammarFactory"]
 
@@ -156,6 +156,10 @@ class GrammarFactory:
         calls, _, further = tool_calls_rule(tools, "required", parser_name, self._tokenizer, self._schema, parallel).partition("\n")
         json_text = self._schema({"type": "object"} if schema is None else schema)
         return self._rule(f"({calls}) | json_text\njson_text: %json {json_text}\n{further}")
+
+    def calls_in_words(self, tools: Sequence[Mapping[str, Any]], parser_name: str = "hermes", *, parallel: bool = True) -> Grammar:
+        """Any text, with calls of these tools alone in it, as `tool_calls` has them. Without `parallel` it ends with the first."""
+        return self._rule(calls_in_words_rule(tools, parser_name, self._tokenizer, self._schema, parallel))
 
     def _schema(self, schema: Mapping[str, Any] | bool) -> str:
         """The schema as JSON text with our options, checked for its size."""

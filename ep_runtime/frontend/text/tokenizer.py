@@ -26,13 +26,16 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles, rules: DecodeRules, bound: TokenBound | None) -> None:
         self._backend = backend
         self._bound = bound
-        self._special_text = frozenset(t.content for t in backend.get_added_tokens_decoder().values() if t.special)
+        added = backend.get_added_tokens_decoder()
+        self._special_text = frozenset(t.content for t in added.values() if t.special)
         self.rules = rules
         self._bytes: dict[int, bytes] = {}  # every generated token asks; at most one entry a token of the vocabulary
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values()) + 1
         """One past the highest token id, added tokens included."""
         self.special_ids: frozenset[int] = frozenset(vocabulary[text] for text in self._special_text)
+        self.added_ids: frozenset[int] = frozenset(added)
+        """Tokens that stand beside the model's vocabulary, special ones among them."""
         self.special_tokens: dict[str, str] = {name: token.content for name, token in files.named.items()}
         """Text of bos_token, eos_token, ... as the folder names them: the variables of a chat template."""
         self.bos_token: str | None = self.special_tokens.get("bos_token")

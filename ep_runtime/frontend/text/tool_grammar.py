@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ MAX_CALLS = 16
 
 # Lazy: the first end tag ends the text, so that the text never holds one.
 _BARE_TEXT = r"bare_text[lazy]: /(?s:.*)\n<\/parameter>/"
+
+_OPENINGS = {"hermes": "<tool_call>", "qwen3_xml": "<tool_call>", "mistral": "[TOOL_CALLS]"}
+"""What a call, or a list of calls, begins with."""
 
 Schema = dict[str, Any]
 
@@ -43,21 +47,70 @@ def tool_calls_rule(
     Raises GrammarError for a choice that names no tool, or a parser without a syntax for calls.
     """
     chosen, several = _chosen(tools, choice)
+    opening = literal(_opening(parser_name), tokenizer)
     more = several and parallel
-    opening, closing = literal("<tool_call>", tokenizer), literal("</tool_call>", tokenizer)
-    match parser_name:
-        case "hermes":
-            bodies = [_json_call(name, schema, schema_text) for name, schema in chosen]
-            call = f'({opening} "\\n" ({" | ".join(bodies)}) "\\n" {closing})'
-            return _repeated(call, quoted("\n"), more)
-        case "qwen3_xml":
-            bodies = [_xml_call(name, schema, schema_text) for name, schema in chosen]
-            call = f'({opening} "\\n" ({" | ".join(bodies)}) "\\n" {closing})'
-            return f"{_repeated(call, quoted(chr(10)), more)}\n{_BARE_TEXT}"
-        case "mistral":
-            call = f"({' | '.join(_json_call(name, schema, schema_text) for name, schema in chosen)})"
-            return f'{literal("[TOOL_CALLS]", tokenizer)} " "? "[" {_repeated(call, quoted(", "), more)} "]"'
-    raise GrammarError(f"tool calls cannot be forced: the parser {parser_name!r} has no syntax for them")
+    if parser_name == "mistral":
+        return _call_list(chosen, opening, schema_text, more)
+    call, further = _tagged_call(chosen, parser_name, opening, tokenizer, schema_text)
+    return _repeated(call, quoted("\n"), more) + further
+
+
+def calls_in_words_rule(
+    tools: Sequence[Mapping[str, Any]],
+    parser_name: str,
+    tokenizer: Tokenizer,
+    schema_text: Callable[[Schema | bool], str],
+    parallel: bool,
+) -> str:
+    """As `tool_calls_rule`, for calls of any of the tools with any text around them; without `parallel`, the first is the end.
+
+    Where the opening tag is one token, the same characters spelled otherwise would be a call to the parser, and no text has them.
+    Words meet words only across another token: two of them side by side could spell the tag together. Raises GrammarError.
+    """
+    chosen, _ = _chosen(tools, "required")
+    tag = _opening(parser_name)
+    token = tokenizer.token_id(tag)
+    opening = "lead" if token is None else f"WORDS? <[{token}]>"
+    if parser_name == "mistral":
+        call, further = _call_list(chosen, opening, schema_text, parallel), ""
+    else:
+        call, further = _tagged_call(chosen, parser_name, opening, tokenizer, schema_text)
+    # The library takes added tokens for none of a text's characters. Of special ones nothing is seen: the text on both sides of
+    # one could spell the tag, and so could a piece of the tag.
+    visible = sorted(tokenizer.added_ids - tokenizer.special_ids - set(tokenizer.eos_token_ids))
+    others = [str(index) for index in visible if tokenizer.token_text(index) not in tag]
+    other = [f"WORDS? <[{','.join(others)}]>"] if others else []
+    several = f"({' | '.join([*other, call])})* WORDS?"
+    rule = several if parallel else f"({' | '.join(other)})* ({call} | WORDS?)" if other else f"{call} | WORDS?"
+    words = f"WORDS: /(?s:.+)/ & ~/(?s:.*){re.escape(tag)}(?s:.*)/"
+    # Lazy: it ends at the first tag, which is the only one in it.
+    lead = f"\nlead[lazy]: /(?s:.*){re.escape(tag)}/" if token is None else ""
+    return f"{rule}\n{words}{lead}{further}"
+
+
+def _opening(parser_name: str) -> str:
+    if parser_name not in _OPENINGS:
+        raise GrammarError(f"tool calls cannot be forced: the parser {parser_name!r} has no syntax for them")
+    return _OPENINGS[parser_name]
+
+
+def _tagged_call(
+    chosen: list[tuple[str, Schema]],
+    parser_name: str,
+    opening: str,
+    tokenizer: Tokenizer,
+    schema_text: Callable[[Schema | bool], str],
+) -> tuple[str, str]:
+    """One call in tags of its own, and further rules on lines of their own."""
+    body, further = (_json_call, "") if parser_name == "hermes" else (_xml_call, f"\n{_BARE_TEXT}")
+    bodies = " | ".join([body(name, schema, schema_text) for name, schema in chosen])
+    return f'({opening} "\\n" ({bodies}) "\\n" {literal("</tool_call>", tokenizer)})', further
+
+
+def _call_list(chosen: list[tuple[str, Schema]], opening: str, schema_text: Callable[[Schema | bool], str], more: bool) -> str:
+    """Mistral's list of calls."""
+    call = f"({' | '.join([_json_call(name, schema, schema_text) for name, schema in chosen])})"
+    return f'{opening} " "? "[" {_repeated(call, quoted(", "), more)} "]"'
 
 
 def _chosen(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any]) -> tuple[list[tuple[str, Schema]], bool]:

@@ -34,6 +34,13 @@ def test_the_file_may_be_named_in_the_environment(yaml, monkeypatch):
     assert read_config([]).port == 1001
 
 
+@pytest.mark.parametrize(
+    "given", [["a", "--allowed-origins", "b"], ["a,b"], ['["a", "b"]'], ["a", "--cors-origins", "b"]], ids=" ".join
+)
+def test_origins_have_vllms_flag_too(given):
+    assert read_config(["--allowed-origins", *given]).cors_origins == ("a", "b")
+
+
 def test_repeated_flags_make_a_list_and_switches_have_a_no_form():
     assert read_config(["--cors-origins", "a", "--cors-origins", "b"]).cors_origins == ("a", "b")
     assert read_config(["--no-enable-prefix-caching"]).enable_prefix_caching is False

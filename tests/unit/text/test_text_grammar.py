@@ -235,6 +235,92 @@ def test_calls_or_json_without_a_schema_is_an_object(factory: GrammarFactory, by
     assert byte_tokenizer.token_id("<tool_call>") in allowed(grammar)
 
 
+def calls_of(parser_name: str, text: str) -> tuple[str, list[list[str]]]:
+    """Content, and calls as name and arguments."""
+    parser = tool_parser(parser_name, samples.TOOLS)
+    outcome = [parser.push(text), parser.finish()]
+    calls: list[list[str]] = []
+    for delta in itertools.chain(*(deltas for _, deltas in outcome)):
+        calls += [[delta.name, ""]] if delta.name else []
+        calls[-1][1] += delta.arguments
+    return "".join(content for content, _ in outcome), calls
+
+
+@pytest.fixture
+def either_tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """One whose `<tool_call>` is a token, or one that spells it."""
+    tokenizer: Tokenizer = request.getfixturevalue(request.param)
+    return tokenizer
+
+
+EITHER_WAY = pytest.mark.parametrize("either_tokenizer", ["byte_tokenizer", "pieces_tokenizer"], indirect=True)
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("parser_name", ["hermes", "qwen3_xml", "mistral"])
+@pytest.mark.parametrize("name", ["get_weather", "now"])
+def test_calls_in_words_are_of_these_tools_alone(either_tokenizer: Tokenizer, parser_name: str, name: str) -> None:
+    factory, width = GrammarFactory(either_tokenizer), either_tokenizer.vocab_size
+    tool = next(tool for tool in samples.TOOLS if tool["function"]["name"] == name)
+    schema = tool["function"].get("parameters") or {"type": "object", "maxProperties": 0}
+    opening = marker_tokens(parser_name)[0]
+    for seed in range(5):
+        grammar = factory.calls_in_words([tool], parser_name)
+        ids = either_tokenizer.encode(f"Hello <tool [TOOL, <<{opening}", False)
+        assert all(grammar.accept(index) for index in ids)
+        assert not grammar.may_end
+        ids += walk(grammar, either_tokenizer, random.Random(seed), width)
+        content, calls = calls_of(parser_name, either_tokenizer.decode(ids, False))
+        assert content.startswith("Hello <tool [TOOL, <<")
+        assert {called for called, _ in calls} == {name}
+        for _, arguments in calls:
+            jsonschema.validate(json.loads(arguments), schema)
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("parallel", [True, False])
+def test_words_around_calls_are_free(either_tokenizer: Tokenizer, parallel: bool) -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    other = call.replace("now", "get_weather")
+    factory = GrammarFactory(either_tokenizer)
+
+    def refused(text: str) -> str | None:
+        """What is left of a text from the first token that is refused; None when it may be the whole output."""
+        grammar = factory.calls_in_words([samples.TOOLS[1]], "hermes", parallel=parallel)
+        ids = either_tokenizer.encode(text, False)
+        for place, index in enumerate(ids):
+            if not grammar.accept(index):
+                return either_tokenizer.decode(ids[place:], False)
+        return None if grammar.may_end else ""
+
+    for text in ("", "Hello, world!\n", "<tool_cal <tool_call", "[TOOL_CALLS] x", call, f"  {call}"):
+        assert refused(text) is None, text
+    assert (refused(f"Hello{call}\nthere") is None) is parallel
+    assert refused(f"<think>\n{other[:8]}</think>Hello{call}") is None
+    assert refused(f"Hello {other}") not in (None, "")
+    assert (refused(f"{call}\n{call} there{call}") is None) is parallel
+    assert refused(f"{call} there{other}") not in (None, "")
+    assert refused(call[:-3]) is not None
+
+
+def test_the_opening_tag_is_not_spelled_where_it_is_a_token(factory: GrammarFactory, byte_tokenizer: Tokenizer) -> None:
+    grammar = factory.calls_in_words([samples.TOOLS[1]], "hermes")
+    ids = [byte_tokenizer.encode(char, False)[0] for char in "Hello <tool_call>"]
+    assert byte_tokenizer.decode(ids) == "Hello <tool_call>"
+    assert [grammar.accept(index) for index in ids] == [True] * (len(ids) - 1) + [False]
+    first = set(allowed(factory.calls_in_words([samples.TOOLS[1]], "hermes")))
+    tokens = {byte_tokenizer.token_id(text) for text in ("<think>", "</think>", "<tool_call>", "<|im_end|>", "<|im_start|>")}
+    assert tokens - first == {byte_tokenizer.token_id("<|im_start|>")}
+    assert calls_of("hermes", 'Hello <tool_call>{"name": "x", "arguments": {}}')[1] == [["x", "{}"]]
+
+
+def test_refused_tools_of_calls_in_words(factory: GrammarFactory) -> None:
+    with pytest.raises(GrammarError, match="'none' has no syntax"):
+        factory.calls_in_words(samples.TOOLS, "none")
+    with pytest.raises(GrammarError, match="no tools"):
+        factory.calls_in_words([], "hermes")
+
+
 def test_one_call_where_several_are_not_wanted(factory: GrammarFactory, byte_tokenizer: Tokenizer) -> None:
     ids = byte_tokenizer.encode('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', False)
     for parallel in (True, False):
