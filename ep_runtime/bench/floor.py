@@ -7,6 +7,7 @@ context are read; recurrent states are read and written. Activations are left ou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -98,10 +99,16 @@ def busier_hits(placement: ExpertPlacement, top_k: int, rows: int) -> float:
     total = placement.num_experts
     if placement.world == 1:
         return float(total * (1 - (1 - top_k / total) ** rows))
-    owners = np.array([placement.owner(expert)[0] for expert in range(total)])
+    return _most_hit(tuple(placement.owner(expert)[0] for expert in range(total)), placement.world, top_k, rows)
+
+
+@cache
+def _most_hit(owners: tuple[int, ...], world: int, top_k: int, rows: int) -> float:
+    """Of `world` ranks, the mean of the most experts that one is hit in, where expert e is of rank `owners[e]`."""
+    ranks = np.array(owners)
     random = np.random.default_rng(0)
     most, draws = 0, max(FEWEST_DRAWS, min(DRAWS, 4 * DRAWS // rows))
     for _ in range(draws):
-        chosen = random.random((rows, total)).argpartition(top_k - 1, axis=1)[:, :top_k]
-        most += int(np.bincount(owners[np.unique(chosen)], minlength=placement.world).max())
+        chosen = random.random((rows, len(owners))).argpartition(top_k - 1, axis=1)[:, :top_k]
+        most += int(np.bincount(ranks[np.unique(chosen)], minlength=world).max())
     return most / draws

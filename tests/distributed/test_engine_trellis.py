@@ -65,13 +65,17 @@ def test_a_rehearsal_leaves_nothing_behind(ranks: RankPool, folder: Path) -> Non
 WIDE = {
     "logits": (replace(NANO, context=4096, vocab_size=50_000), STEPS["logits"]),
     "rows": (replace(NANO, context=4096, window=512, d_model=256, mlp_dim=1024, gdn_key_dim=64, gdn_value_dim=64), STEPS["rows"]),
+    "few rows": (
+        replace(NANO, context=4096, window=256, d_model=256, mlp_dim=1024, gdn_key_dim=64, gdn_value_dim=64),
+        STEPS["few rows"],
+    ),
     "bank": (replace(NANO, context=4096, bank_sub_keys=256, bank_value_dim=256, bank_top_k=32), STEPS["rows"]),
 }
 
 
 @pytest.mark.parametrize(
     ("wide", "dtype", "world", "loops"),
-    [("logits", "float32", 1, 1), ("rows", "bfloat16", 2, 1), ("rows", "float32", 1, 4), ("bank", "float32", 2, 4)],
+    [("logits", "float32", 1, 1), ("few rows", "bfloat16", 2, 1), ("rows", "float32", 1, 4), ("bank", "float32", 2, 4)],
 )
 def test_no_admitted_step_takes_more_than_its_line_of_the_plan(
     ranks: RankPool, tmp_path: Path, wide: str, dtype: str, world: int, loops: int
