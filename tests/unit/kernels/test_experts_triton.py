@@ -56,7 +56,7 @@ def tiles(**flags: bool) -> tuple[Tile, Tile]:
 
 FORMS = {
     "paired": ExpertsConfig(form="paired", gate_up=tiles()[0], down=tiles()[1]),
-    "paired, two choices at once": ExpertsConfig(form="paired", gate_up=tiles()[0], down=Tile(block_m=2, block_n=4, block_k=16)),
+    "paired, two choices at once": ExpertsConfig(form="paired", gate_up=tiles()[0], down=Tile(block_m=2, block_n=16, block_k=16)),
     "grouped": ExpertsConfig(form="grouped", gate_up=tiles()[0], down=tiles()[1]),
     "swap": ExpertsConfig(form="grouped", gate_up=tiles(swap=True)[0], down=tiles(swap=True)[1]),
     "default": None,
