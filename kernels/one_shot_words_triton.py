@@ -46,7 +46,7 @@ def look(word, READER: tl.constexpr):
 
 
 @triton.jit
-def _data(value):
+def bits_of(value):
     """The bits of 16- or 32-bit elements as 64-bit integers."""
     if value.dtype.primitive_bitwidth == 32:
         return value.to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -55,7 +55,7 @@ def _data(value):
 
 
 @triton.jit
-def _element(word, dtype: tl.constexpr, SHIFT: tl.constexpr):
+def element_of(word, dtype: tl.constexpr, SHIFT: tl.constexpr):
     """float32 of the element whose bits begin at SHIFT."""
     if dtype.primitive_bitwidth == 32:
         return word.to(tl.uint32).to(dtype, bitcast=True)
@@ -64,12 +64,13 @@ def _element(word, dtype: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _number(word):
+def number_of(word):
+    """The number of the call that a word was written in."""
     return (word >> 32).to(tl.uint32)
 
 
 @triton.jit
-def _factors(weight, at, here, half, ZERO_CENTERED: tl.constexpr):
+def factors_of(weight, at, here, half, ZERO_CENTERED: tl.constexpr):
     """The norm's, of both halves of a row."""
     low = tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
     high = tl.load(weight + half + at, mask=here, other=0.0).to(tl.float32)
@@ -80,7 +81,7 @@ def _factors(weight, at, here, half, ZERO_CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _own_halves(partial, held, row, at, here, half, TOP_K: tl.constexpr):
+def own_halves(partial, held, row, at, here, half, TOP_K: tl.constexpr):
     """This rank's row, or with TOP_K the sums of its choices."""
     dtype: tl.constexpr = partial.dtype.element_ty
     if TOP_K:
@@ -94,7 +95,7 @@ def _own_halves(partial, held, row, at, here, half, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _shared_halves(shared, shared_gate, row, at, here, half, shared_stride, gate_stride):
+def shared_halves(shared, shared_gate, row, at, here, half, shared_stride, gate_stride):
     """A shared expert's row, and how far its gate is open."""
     opened = tl.sigmoid(tl.load(shared_gate + row * gate_stride).to(tl.float32))
     extra = shared + row * shared_stride + at
@@ -114,10 +115,10 @@ def _send(
             theirs = tl.load(buffers + r).to(tl.pointer_type(tl.uint64)) + WORDS_AT + RANK * SLOT
             theirs = tl.multiple_of(theirs + place, 16)
             if own_low.dtype.primitive_bitwidth == 32:
-                tl.store(theirs + at, _data(own_low) | mark, mask=here)
-                tl.store(theirs + half + at, _data(own_high) | mark, mask=here)
+                tl.store(theirs + at, bits_of(own_low) | mark, mask=here)
+                tl.store(theirs + half + at, bits_of(own_high) | mark, mask=here)
             else:
-                tl.store(theirs + at, _data(own_low) | (_data(own_high) << 16) | mark, mask=here)
+                tl.store(theirs + at, bits_of(own_low) | (bits_of(own_high) << 16) | mark, mask=here)
 
 
 @triton.jit
@@ -138,18 +139,18 @@ def _look_at_words(
         else:
             mine = tl.multiple_of(memory + r * SLOT + place, 16)
             word = tl.load(mine + at, mask=here, other=0, volatile=True)
-            late |= (_number(word) != number).to(tl.int32)
-            low += _element(word, dtype, 0)
+            late |= (number_of(word) != number).to(tl.int32)
+            low += element_of(word, dtype, 0)
             if wide:
                 word = tl.load(mine + half + at, mask=here, other=0, volatile=True)
-                late |= (_number(word) != number).to(tl.int32)
-            high += _element(word, dtype, 0 if wide else 16)
+                late |= (number_of(word) != number).to(tl.int32)
+            high += element_of(word, dtype, 0 if wide else 16)
     return low, high, tl.max(tl.where(here, late, 0), 0)
 
 
 @triton.jit
-def _add_and_norm(x, normed, low, high, low_more, high_more, low_factor, high_factor, to, here, half, eps):
-    """Store the residual, as rounded, with a row added, and the norm of what was stored."""
+def add_and_norm_halves(x, normed, low, high, low_more, high_more, low_factor, high_factor, to, here, half, eps):
+    """Store the residual, as rounded, with a row added, and the norm of what was stored: that is the result, too."""
     rounded_low = (low + low_more).to(x.dtype.element_ty)
     rounded_high = (high + high_more).to(x.dtype.element_ty)
     tl.store(x + to, rounded_low, mask=here)
@@ -157,8 +158,11 @@ def _add_and_norm(x, normed, low, high, low_more, high_more, low_factor, high_fa
     low = rounded_low.to(tl.float32)
     high = rounded_high.to(tl.float32)
     scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / (2 * half) + eps)
-    tl.store(normed + to, (low * scale * low_factor).to(normed.dtype.element_ty), mask=here)
-    tl.store(normed + to + half, (high * scale * high_factor).to(normed.dtype.element_ty), mask=here)
+    low = (low * scale * low_factor).to(normed.dtype.element_ty)
+    high = (high * scale * high_factor).to(normed.dtype.element_ty)
+    tl.store(normed + to, low, mask=here)
+    tl.store(normed + to + half, high, mask=here)
+    return low, high
 
 
 @triton.jit
@@ -185,19 +189,19 @@ def one_shot_words_kernel(
     if TOP_K:
         held = held_choices(experts, local, row, TOP_K)
     if ADD:
-        low_factor, high_factor = _factors(weight, at, here, half, ZERO_CENTERED)
+        low_factor, high_factor = factors_of(weight, at, here, half, ZERO_CENTERED)
     memory = tl.load(buffers + RANK).to(tl.pointer_type(tl.uint64)) + WORDS_AT
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     turn = tl.load(turns + row) + 1
     number = turn.to(tl.uint32, bitcast=True)
-    own_low, own_high = _own_halves(partial, held, row, at, here, half, TOP_K)
+    own_low, own_high = own_halves(partial, held, row, at, here, half, TOP_K)
     if ADD:
         low_more = tl.load(x + to, mask=here, other=0.0).to(tl.float32)
         high_more = tl.load(x + to + half, mask=here, other=0.0).to(tl.float32)
         if SHARED:
-            opened, low_shared, high_shared = _shared_halves(shared, shared_gate, row, at, here, half, shared_stride, gate_stride)
+            opened, low_shared, high_shared = shared_halves(shared, shared_gate, row, at, here, half, shared_stride, gate_stride)
 
     mark = number.to(tl.uint64) << 32
     place = (turn & 1).to(tl.int64) * (WORLD * SLOT) + row * half * (2 if wide else 1)
@@ -223,7 +227,7 @@ def one_shot_words_kernel(
         if SHARED:
             low += opened * low_shared
             high += opened * high_shared
-        _add_and_norm(x, normed, low, high, low_more, high_more, low_factor, high_factor, to, here, half, eps)
+        add_and_norm_halves(x, normed, low, high, low_more, high_more, low_factor, high_factor, to, here, half, eps)
     else:
         tl.store(total + to, low.to(dtype), mask=here)
         tl.store(total + to + half, high.to(dtype), mask=here)

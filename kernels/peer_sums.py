@@ -71,9 +71,28 @@ def reduce_add_norm_rows(
     return out
 
 
-def _registers(programs: int, warps: int) -> int:
+def registers(programs: int, warps: int) -> int:
     """Most registers of a thread with which all programs run at once; they are given out eight at a time."""
     return REGISTERS // (cdiv(programs, MULTIPROCESSORS) * warps * 32) // 8 * 8
+
+
+def tile_rows(width: int, dtype: torch.dtype) -> int:
+    """Rows of a tile: the same in every call of a memory."""
+    return max(1, min(TILE_ROWS, TILE_BYTES // (next_power_of_2(width) * dtype.itemsize)))
+
+
+def told_a_call(share: int, width: int, tile: int, programs: int, two_shots: bool) -> int:
+    """By how much a program's signals may grow in a call, more than they do: the same for every kernel of a memory.
+
+    What a peer is told of a part: that it is there, and in two shots also that it is summed.
+    """
+    most = cdiv(cdiv(share // width, tile), programs) * PAIRS_PARTS * (2 if two_shots else 1)
+    return next_power_of_2(most + 1)
+
+
+def word_warps(width: int) -> int:
+    """Of a program that moves a row in words."""
+    return min(WORD_WARPS, max(1, next_power_of_2(width // 2) // 64))
 
 
 def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps, zero_centered, pdl) -> None:
@@ -92,8 +111,7 @@ def _launch(memory, partial, x, shared, shared_gate, weight, normed, total, eps,
     if memory.in_words(rows, width, dtype):
         _launch_words(memory, partial, rows, width, added, strides, eps, flags, pdl)
         return
-    block = next_power_of_2(width)
-    tile = max(1, min(TILE_ROWS, TILE_BYTES // (block * dtype.itemsize)))
+    tile = tile_rows(width, dtype)
     parts = 1 if pairs is None else min(PAIRS_PARTS, tile)
     top_k = 0 if pairs is None else pairs.top_k
     kernel = two_shot_kernel if memory.two_shots else one_shot_kernel
@@ -132,13 +150,11 @@ def _tiles(
     shared: bool,
     zero_centered: bool,
 ) -> Launch:
-    # What a peer is told of a part: that it is there, and in two shots also that it is summed.
-    most = cdiv(cdiv(share // width, tile), programs) * PAIRS_PARTS * (2 if kernel is two_shot_kernel else 1)
     return bind(
         kernel,
         CAPACITY=capacity,
         PROGRAMS=programs,
-        TILES=next_power_of_2(most + 1),
+        TILES=told_a_call(share, width, tile, programs, kernel is two_shot_kernel),
         ROWS=tile // parts,
         PARTS=parts,
         BLOCK=next_power_of_2(width),
@@ -148,7 +164,7 @@ def _tiles(
         TOP_K=top_k,
         **_flags(rank, world, waiting, add, shared, zero_centered),
         num_warps=TILE_WARPS,
-        maxnreg=_registers(programs, TILE_WARPS),
+        maxnreg=registers(programs, TILE_WARPS),
     )
 
 
@@ -188,16 +204,15 @@ def _words(
     shared: bool,
     zero_centered: bool,
 ) -> Launch:
-    block = next_power_of_2(width // 2)
     return bind(
         one_shot_words_kernel,
         WORDS_AT=words_at,
         SLOT=slot,
-        BLOCK=block,
+        BLOCK=next_power_of_2(width // 2),
         TOP_K=top_k,
         PDL=pdl,
         **_flags(rank, world, waiting, add, shared, zero_centered),
-        num_warps=min(WORD_WARPS, max(1, block // 64)),
-        maxnreg=_registers(WORD_ROWS, WORD_WARPS),
+        num_warps=word_warps(width),
+        maxnreg=registers(WORD_ROWS, WORD_WARPS),
         launch_pdl=pdl,
     )

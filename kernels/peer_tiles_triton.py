@@ -145,8 +145,8 @@ def total_of(own, mine, to, here, SHARE: tl.constexpr, RANK: tl.constexpr, WORLD
 
 
 @triton.jit
-def _add_and_norm(x, weight, normed, value, to, here, at, width, eps, ZERO_CENTERED: tl.constexpr):
-    """Store the residual, as rounded, with rows added, and the norm of what was stored."""
+def add_and_norm(x, weight, normed, value, to, here, at, width, eps, ZERO_CENTERED: tl.constexpr):
+    """Store the residual, as rounded, with rows added, and the norm of what was stored: that is the result, too."""
     value += tl.load(x + to, mask=here, other=0.0).to(tl.float32)
     rounded = value.to(x.dtype.element_ty)
     tl.store(x + to, rounded, mask=here)
@@ -155,7 +155,9 @@ def _add_and_norm(x, weight, normed, value, to, here, at, width, eps, ZERO_CENTE
     if ZERO_CENTERED:
         factor += 1.0
     scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
-    tl.store(normed + to, (value * scale[:, None] * factor[None, :]).to(normed.dtype.element_ty), mask=here)
+    result = (value * scale[:, None] * factor[None, :]).to(normed.dtype.element_ty)
+    tl.store(normed + to, result, mask=here)
+    return result
 
 
 @triton.jit
@@ -169,6 +171,6 @@ def finish(
             gate = tl.load(shared_gate + row * gate_stride, mask=row < rows, other=0.0).to(tl.float32)
             extra = shared + row.to(tl.int64)[:, None] * shared_stride + at[None, :]
             value += tl.sigmoid(gate)[:, None] * tl.load(extra, mask=here, other=0.0).to(tl.float32)
-        _add_and_norm(x, weight, normed, value, to, here, at, width, eps, ZERO_CENTERED)
+        add_and_norm(x, weight, normed, value, to, here, at, width, eps, ZERO_CENTERED)
     else:
         tl.store(total + to, value.to(total.dtype.element_ty), mask=here)

@@ -129,6 +129,10 @@ class ForwardBatch:
     own: OwnRows | None = None
     """What mixes tokens runs over these rows alone, with caches and states by their batch. None: over all rows, by this batch;
     where ranks divide the sequences, those of others are idle rows in it then (slot -1, length 0, no place)."""
+    row_owner: torch.Tensor | None = None
+    """[T] int64, the same on all ranks: which of the ranks that divide the sequences keeps a row's. None: nobody has said."""
+    busiest: int = 0
+    """Rows of the rank that keeps most of them, by `row_owner`; 0 where the host does not know, as in a captured step."""
 
     @classmethod
     def from_spans(
@@ -145,11 +149,13 @@ class ForwardBatch:
         device: torch.device | str,
         positions: Array | None = None,
         inserted: tuple[Array | Sequence[int], torch.Tensor] | None = None,
+        owners: Sequence[int] | None = None,
     ) -> ForwardBatch:
         """A batch from plain host data, one entry a span; all indices reach the device in one copy.
 
         `token_ids` [T] int64 are on the device already. `positions` ([T] or [3, T]) are the rotary ones where they are not the
-        rows' places in their sequences; `inserted` are the numbers and values of `InsertedRows`.
+        rows' places in their sequences; `inserted` are the numbers and values of `InsertedRows`. `owners` are the ranks that keep
+        the sequences, where ranks divide them.
 
         Raises BatchError for a span without rows or without blocks for its rows.
         """
@@ -177,6 +183,7 @@ class ForwardBatch:
             raise BatchError(f"{rotary.shape[-1]} positions for {len(layout.positions)} rows")
         inserted_rows = packed.long([] if inserted is None else inserted[0])
         places_in_rotary, starts, lens = packed.int(rotary.ravel()), packed.int(layout.query_start), packed.int(layout.seq_lens)
+        row_owner = packed.long([] if owners is None else np.repeat(owners, layout.query_lens))
         in_slots, tables, write_from = packed.int(host.slots), packed.int(layout.tables.ravel()), packed.int(kv_write_from)
         packed.send()
         return cls(
@@ -195,6 +202,8 @@ class ForwardBatch:
             single_rows=None if every_single else single_rows(),
             single_spans=None if every_single else single_spans(),
             inserted=None if inserted is None else InsertedRows(rows=inserted_rows(), values=inserted[1]),
+            row_owner=None if owners is None else row_owner(),
+            busiest=0 if owners is None else int(np.bincount(owners, layout.query_lens).max()),
         )
 
     @property
@@ -227,7 +236,8 @@ class ForwardOutput:
     inputs: torch.Tensor | None = None
     """[T, hidden] hidden states entering layer 0, when the batch asked for `routing`."""
     outputs: torch.Tensor | None = None
-    """[T, hidden] the residual behind the last layer whose sum it has taken, when the batch asked for `routing`."""
+    """[T, hidden] the residual behind the last layer whose sum it has taken, when the batch asked for `routing`. Where rows stay
+    with their owners (`Operators.rows_stay`), no rank has it whole: it is the final norm's output, None if no row is wanted."""
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
     depths: tuple[int, ...] | None = None
     """For each span, how many loops its row ran, 0 for a prompt; None when the batch's `loops` is None."""

@@ -31,7 +31,9 @@ class DecoderLayer(StepModule):
     """Pre-norm residual layer: a token mixer, then an MLP.
 
     With heads divided among ranks, the outputs of both are partial sums. With sequences divided, the mixer's are: each rank gives
-    the rows of its own and zeros for the others, so that the sum over ranks is exactly what a row's owner computed.
+    the rows of its own and zeros for the others, so that the sum over ranks is exactly what a row's owner computed. In a step whose
+    rows stay with their owners (`Step.row_owner`), these rows are read from their owners instead, for experts alone: a dense MLP's
+    output is used where it is right, too, in a rank's own rows.
     """
 
     def __init__(
@@ -55,20 +57,22 @@ class DecoderLayer(StepModule):
         """Take the output of the layer before into the residual `x [T, hidden]`, in place; this layer's output is pending."""
         normed = step.operators.add_norm(x, pending, self.mixer_norm, step)
         mixed = self._mix_own(normed, step) if self.owned else self.mixer(normed, step)
-        normed = step.operators.add_norm(x, Pending(mixed, partial=self.divided or self.owned), self.mlp_norm, step)
+        apart = self.owned and (self.moe is not None or step.row_owner is None)
+        normed = step.operators.add_norm(x, Pending(mixed, partial=self.divided or apart, owned=apart), self.mlp_norm, step)
         if self.moe is not None:
             return self.moe(normed, step)
         assert self.mlp is not None
         return Pending(self.mlp(normed, step), partial=self.divided)
 
     def _mix_own(self, normed: torch.Tensor, step: Step) -> torch.Tensor:
-        """The mixer's output `[T, hidden]`, zeros in the rows of sequences that other ranks keep."""
+        """The mixer's output `[T, hidden]`: in the rows of sequences that other ranks keep zeros, or where rows stay anything."""
         own = step.batch.own
         if own is None:
             mixed = self.mixer(normed, step)
             # An idle row goes into the output projection as zeros, and leaves as its bias.
-            return mixed if self.mixer.out.bias is None else mixed * (step.batch.slots >= 0).unsqueeze(1)
-        mixed = torch.zeros_like(normed)
+            biased = self.mixer.out.bias is not None and step.row_owner is None
+            return mixed * (step.batch.slots >= 0).unsqueeze(1) if biased else mixed
+        mixed = torch.zeros_like(normed) if step.row_owner is None else torch.empty_like(normed)
         if step.own is not None:
             mixed.index_copy_(0, own.rows, self.mixer(normed.index_select(0, own.rows), step.own))
         return mixed
@@ -95,6 +99,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, build, zero_centered=config.zero_centered)
         self.head = VocabHead(config, parallel, build)
         self._vision = spec.vision
+        self._owned = config.owners > 1
         # Images are encoded on the head; the other ranks get the rows.
         self.tower = VisionTower(config.vision, build) if config.vision is not None and parallel.rank == 0 else None
 
@@ -119,6 +124,8 @@ class Decoder(nn.Module):
         self._check(batch)
         x, inputs = self._enter(batch)
         step = self._step(batch, state, comm, x.dtype)
+        if self._owned and batch.row_owner is not None and not batch.captures and self._operators.rows_stay(batch, comm, x):
+            step.row_owner = batch.row_owner
         captures = {}
         pending = None
         for number, layer in enumerate(self.layers):
@@ -129,10 +136,13 @@ class Decoder(nn.Module):
                 captures[number] = x.index_select(0, batch.wanted_rows)
             self._add_features(number, x, batch)
         routing = torch.stack(step.routing) if step.routing else None
-        outputs = x if batch.routing else None
+        outputs = x if batch.routing and step.row_owner is None else None
         if not len(batch.wanted_rows):
             return ForwardOutput(logits=None, captures=captures, routing=routing, inputs=inputs, outputs=outputs)
         rows = self._operators.add_norm(x, pending, self.norm, step)
+        if step.row_owner is not None:
+            rows = self._operators.whole(rows, step)
+            outputs = rows if batch.routing else None
         output = ForwardOutput(logits=None, captures=captures, routing=routing, inputs=inputs, outputs=outputs)
         if batch.leave_logits:
             output.left = self._operators.leave(self.head, rows, self.embedding, step)

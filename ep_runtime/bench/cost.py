@@ -113,8 +113,10 @@ class Case:
     """What runs: `batch` sequences of `context` positions, on `hosts` hosts of `per_host` ranks.
 
     `by_host`: a collective over several hosts first sums inside each, and each of its GPUs exchanges a share of the rows. `graph`:
-    steps are CUDA graphs. `hits` are the experts of a layer that the rank's rows choose; None: those of the busier rank. `alone`: a
-    rank without the others, whose collectives take no time.
+    steps are CUDA graphs. `stay`: rows of layout `data` stay with the ranks that keep their sequences, from which a routed layer
+    gathers them, and to which it scatters sums; else, as over several hosts, a layer takes two sums of all rows. `hits` are the
+    experts of a layer that the rank's rows choose; None: those of the busier rank. `alone`: a rank without the others, whose
+    collectives take no time.
     """
 
     batch: int
@@ -124,6 +126,7 @@ class Case:
     layout: str = "replicated"
     by_host: bool = False
     graph: bool = True
+    stay: bool = False
     hits: float | None = None
     alone: bool = False
 
@@ -178,15 +181,20 @@ def rank_bytes(model: ModelCosts, case: Case) -> StepBytes:
     return parts
 
 
-def collectives(model: ModelCosts, layout: str, world: int) -> int:
-    """Sums of a step: one a routed layer when attention is everywhere, else two a layer; the head's gather left out."""
+def collectives(model: ModelCosts, layout: str, world: int, *, stay: bool = False) -> int:
+    """Sums of a step: one a routed layer when attention is everywhere, else two a layer; the head's gather left out.
+
+    Where rows of layout `data` stay with their owners, gathers and scatters: two a routed layer, and the last gather.
+    """
     if world == 1:
         return 0
+    if layout == "data" and stay:
+        return 2 * len(model.spec.moe_layers) + 1
     return len(model.spec.moe_layers) if layout == "replicated" else 2 * model.spec.num_layers
 
 
 def collective_us(machine: Machine, case: Case, part_bytes: float) -> float:
-    """Microseconds of a sum of each rank's `part_bytes` of `case.batch` rows.
+    """Microseconds of a sum of each rank's `part_bytes` of `case.batch` rows, or of a gather or scatter of these.
 
     More than two ranks of a host take words for a few rows, which carry twice the bytes, and two shots for more (`Peers`).
     """
@@ -195,6 +203,11 @@ def collective_us(machine: Machine, case: Case, part_bytes: float) -> float:
         return 0.0
     near = inside + links.peer * (case.per_host - 2) if case.per_host > 1 else 0.0
     near_bytes = (case.per_host - 1) * part_bytes
+    if case.layout == "data" and case.stay:
+        # What the busiest rank receives of its rows in a scatter, and sends of them in a gather.
+        near_bytes *= -(-case.batch // case.world) / case.batch
+        words = 2 if case.per_host > 2 and case.batch <= WORD_ROWS // (case.per_host - 1) else 1
+        return near + words * near_bytes / links.inside * 1e6
     if case.hosts == 1:
         if case.per_host == 2:
             return near + near_bytes / links.inside * 1e6
@@ -224,7 +237,7 @@ def decode_step(machine: Machine, model: ModelCosts, case: Case) -> StepCost:
     if case.batch > PAIRED_ROWS:
         fixed += fitted.grouping * len(model.spec.moe_layers)
     part = case.batch * model.config.hidden_size * model.element
-    count = 0 if case.alone else collectives(model, case.layout, case.world)
+    count = 0 if case.alone else collectives(model, case.layout, case.world, stay=case.stay)
     return StepCost(
         floor=rank_bytes(model, case).milliseconds(machine.bandwidth),
         layers=fixed / 1e3,
@@ -280,10 +293,14 @@ def prefill_seconds(machine: Machine, model: ModelCosts, case: Case, *, rows: in
     steps = -(-rows // step_rows)
     part = rows * model.config.hidden_size * model.element
     # The latency is part of `prefill_fixed`; the bytes are not.
-    near = two_shot_bytes(case.per_host, part) if case.hosts == 1 else (case.world - 1) * part
-    moved = near / machine.links.inside + (case.hosts - 1) * part / machine.links.between
-    sums = 0.0 if case.alone else collectives(model, case.layout, case.world) * moved
     share = mixing_share(case, rows, step_rows)
+    near = two_shot_bytes(case.per_host, part) if case.hosts == 1 else (case.world - 1) * part
+    # Of more ranks than two, steps whose busiest rank keeps too much of them take sums (`FusedOperators.rows_stay`).
+    stay = case.stay and (case.world == 2 or share * case.world < 2)
+    if case.layout == "data" and stay:
+        near = (case.world - 1) * share * part
+    moved = near / machine.links.inside + (case.hosts - 1) * part / machine.links.between
+    sums = 0.0 if case.alone else collectives(model, case.layout, case.world, stay=stay) * moved
     last = rows - (steps - 1) * step_rows
     padded = ((rows - last) * padding(model, step_rows) + last * padding(model, last)) / rows
     a_row = prefill_flops(model, case.world, case.context, share, padded) / machine.prefill_rate

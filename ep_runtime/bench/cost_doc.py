@@ -171,7 +171,8 @@ def ranks_table(machine: Machine, models: Mapping[str, ModelCosts]) -> str:
         worlds = [world for world in RANKS if weights_gib(model, world) <= MEMORY_GIB]
         for layout in LAYOUTS:
             for batch in BATCHES:
-                costs = {world: decode_step(machine, model, Case(batch=batch, per_host=world, layout=layout)) for world in worlds}
+                cases = {world: Case(batch=batch, per_host=world, layout=layout, stay=True) for world in worlds}
+                costs = {world: decode_step(machine, model, case) for world, case in cases.items()}
                 first = worlds[0]
                 cells = [
                     f"{costs[world].total:.2f} ({costs[first].total * first / (costs[world].total * world):.0%})"
@@ -194,7 +195,7 @@ def hosts_table(machine: Machine, models: Mapping[str, ModelCosts]) -> str:
                 today = decode_step(machine, model, replace(case, graph=hosts == 1))
                 graph = decode_step(machine, model, case)
                 by_host = decode_step(machine, model, replace(case, by_host=True))
-                data = decode_step(machine, model, replace(case, layout="data"))
+                data = decode_step(machine, model, replace(case, layout="data", stay=hosts == 1))
                 cells = [f"{cost.total:.2f}" for cost in (today, graph, by_host, data)]
                 lines.append((model.name, str(batch), f"{hosts} × {PER_HOST}", *cells, f"{graph.collectives / graph.device:.0%}"))
     header = (

@@ -115,6 +115,7 @@ def _load(about: Mapping[str, Any], row: Mapping[str, Any], model: ModelCosts) -
             context=row["prompt_len"] + new_tokens // 2,
             per_host=about["ranks"],
             layout=about["attention_layout"],
+            stay=about.get("rows_stay", False),
         ),
         requests=requests,
         prompt_len=row["prompt_len"],
@@ -127,7 +128,8 @@ def _load(about: Mapping[str, Any], row: Mapping[str, Any], model: ModelCosts) -
 def _record(source: str, result: Mapping[str, Any], row: Mapping[str, Any], model: ModelCosts) -> Record:
     fast, *_, slow = statistics.quantiles(row["intervals_ms"], n=20, method="inclusive")
     steady = slow < SPREAD * fast
-    case = Case(batch=row["batch"], context=1, per_host=result["ranks"], layout=result["attention_layout"])
+    layout, stay = result["attention_layout"], result.get("rows_stay", False)
+    case = Case(batch=row["batch"], context=1, per_host=result["ranks"], layout=layout, stay=stay)
     # The positions that the row's floor was computed with, from the bytes of its keys and values.
     case = replace(case, context=int(row["bytes"]["cache"]) // rank_bytes(model, case).cache)
     time = row["step_ms"] if steady else fast

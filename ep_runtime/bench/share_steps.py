@@ -64,7 +64,7 @@ class ShareSteps:
         for slot, table in enumerate(blocks):
             self._tables.set(slot, 0, table)
         places = [table[-1] * size + last % size for table in blocks]
-        fixed = ([-1] * batch, [last] * batch, list(range(batch)), [self._context] * batch, places)
+        fixed = ([-1] * batch, [last] * batch, list(range(batch)), [self._context] * batch, places, [0] * batch)
         return lambda tokens: graphs.run(captured, np.array((tokens, *fixed), np.int64))
 
     def prompts(self) -> Step:

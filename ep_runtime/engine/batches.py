@@ -22,8 +22,12 @@ def batch_of(
     positions: np.ndarray | None,
     wanted: Sequence[int] = (),
     inserted: tuple[np.ndarray, torch.Tensor] | None = None,
+    owners: Sequence[int] | None = None,
 ) -> ForwardBatch:
-    """The batch of some spans with the states of their sequences, whose numbers are `slots`; `token_ids` `[T]` are theirs."""
+    """The batch of some spans with the states of their sequences, whose numbers are `slots`; `token_ids` `[T]` are theirs.
+
+    `owners` are the ranks that keep them, where ranks divide the sequences.
+    """
     return ForwardBatch.from_spans(
         query_lens=[span.length for span in spans],
         seq_lens=[span.start + span.length for span in spans],
@@ -36,6 +40,7 @@ def batch_of(
         device=token_ids.device,
         positions=positions,
         inserted=inserted,
+        owners=owners,
     )
 
 

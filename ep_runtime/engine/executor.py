@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ from ep_runtime.engine.vision.rows import VisionRows
 from model.base import Communicator
 from model.batch import ForwardBatch, ForwardOutput
 from model.state.checksum import checksum, mix
-from protocol.commands import Alloc, Body, Copy, Digest, Forward, Free, Vision, Wanted, Warm
+from protocol.commands import Alloc, Body, Copy, Digest, Forward, Free, Span, Vision, Wanted, Warm
 from protocol.errors import EpCommandFailed
 from protocol.preamble import RECORD_ROUTING
 from protocol.sections import pack_sections
@@ -257,7 +257,7 @@ class Executor:
         shifts = () if self._vision is None else self.rows.shifts
         columns = columns_of(spans, tokens, slots, shifts, self.limits.block_size)
         if self.limits.owners > 1:
-            idle_but_own(columns, [self._kept(span.slot) for span in spans])
+            idle_but_own(columns, [self._kept(span.slot) for span in spans], self._owners(spans) or ())
         return self._graphs.run(step, columns)
 
     def _batch(self, command: Forward, tokens: np.ndarray, slots: SlotTable, images: bool) -> ForwardBatch:
@@ -281,6 +281,7 @@ class Executor:
             positions=positions,
             wanted=wanted_rows(command, first_rows),
             inserted=inserted_rows(spans, states, self.rows.held, first_rows) if images else None,
+            owners=self._owners(spans),
         )
         if slots.looped:
             batch.loops = loop_rows(spans, states)
@@ -291,6 +292,10 @@ class Executor:
 
     def _kept(self, slot: int) -> int | None:
         return self.limits.kept(slot, self.comm.rank)
+
+    def _owners(self, spans: Sequence[Span]) -> list[int] | None:
+        """The ranks that keep the spans' sequences; None where every rank keeps all."""
+        return [self.limits.owner(span.slot) for span in spans] if self.limits.owners > 1 else None
 
     def _note_blocks(self, tables: BlockTables, change: Change, slots: SlotTable) -> None:
         """What `change`, not applied yet, does to the block tables."""

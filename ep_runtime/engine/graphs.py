@@ -26,8 +26,8 @@ from protocol.slots import SlotTable
 
 log = logging.getLogger(__name__)
 
-FIELDS = ("given", "fed", "position", "slot", "length", "place")
-IDLE = {"given": 0, "fed": -1, "position": 0, "slot": -1, "length": 0, "place": -1}
+FIELDS = ("given", "fed", "position", "slot", "length", "place", "owner")
+IDLE = {"given": 0, "fed": -1, "position": 0, "slot": -1, "length": 0, "place": -1, "owner": 0}
 _IDLE_ROW = np.array([[IDLE[name]] for name in FIELDS], np.int64)
 
 
@@ -58,7 +58,7 @@ class FixedRows(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class CapturedStep:
-    """One bucket: the inputs that a replay reads, `[6, rows]` int64, the graph, and what it leaves for all `rows`."""
+    """One bucket: the inputs that a replay reads, `[7, rows]` int64, the graph, and what it leaves for all `rows`."""
 
     rows: int
     inputs: torch.Tensor
@@ -125,7 +125,7 @@ class DecodeGraphs:
         return self._steps[index] if index < len(self._steps) else None
 
     def run(self, step: CapturedStep, columns: np.ndarray) -> ForwardOutput:
-        """Replay with `columns [6, rows]` int64, as FIELDS; what is left of these rows."""
+        """Replay with `columns [7, rows]` int64, as FIELDS; what is left of these rows."""
         count = columns.shape[1]
         host = torch.empty(len(FIELDS), step.rows, dtype=torch.int64, pin_memory=True)
         view = host.numpy()
@@ -165,7 +165,7 @@ class DecodeGraphs:
         return CapturedStep(rows=rows, inputs=inputs, fixed=fixed, graph=graph, output=output, collectives=collectives)
 
     def forward(self, inputs: torch.Tensor, fixed: FixedRows) -> ForwardOutput:
-        """One decode step of `inputs [6, rows]` int64, as FIELDS."""
+        """One decode step of `inputs [7, rows]` int64, as FIELDS."""
         from kernels.start_triton import start_rows
 
         rows = inputs.shape[1]
@@ -181,6 +181,7 @@ class DecodeGraphs:
             kv_write_from=fixed.write_from,
             wanted_rows=fixed.numbers,
             kv_places=inputs[FIELDS.index("place")],
+            row_owner=inputs[FIELDS.index("owner")],
             host=HostBatch(
                 query_start=np.arange(rows + 1, dtype=np.int32),
                 seq_lens=nothing,
@@ -197,7 +198,9 @@ class DecodeGraphs:
 
 
 def columns_of(spans: Sequence[Span], tokens: np.ndarray, slots: SlotTable, shifts: Sequence[int], block_size: int) -> np.ndarray:
-    """`[6, rows]` int64, as FIELDS, of spans of one row each. `tokens` are those of rows that are not fed.
+    """`[7, rows]` int64, as FIELDS, of spans of one row each. `tokens` are those of rows that are not fed.
+
+    All are rank 0's: where ranks divide the sequences, the caller says whose they are.
 
     `shifts`, by slot, are what images add to positions; none for a model that takes no images.
     """
@@ -205,7 +208,7 @@ def columns_of(spans: Sequence[Span], tokens: np.ndarray, slots: SlotTable, shif
     starts = [span.start for span in spans]
     tables = [slots[number].blocks for number in numbers]  # type: ignore[union-attr]
     columns = np.empty((len(FIELDS), len(spans)), np.int64)
-    given, fed, position, slot, length, place = columns
+    given, fed, position, slot, length, place, owner = columns
     position[:] = starts
     slot[:] = numbers
     place[:] = [blocks[start // block_size] for blocks, start in zip(tables, starts, strict=True)]
@@ -213,6 +216,7 @@ def columns_of(spans: Sequence[Span], tokens: np.ndarray, slots: SlotTable, shif
     place += position % block_size
     np.add(position, 1, out=length)
     given[:] = 0
+    owner[:] = IDLE["owner"]
     fed[:] = slot
     if len(tokens):
         is_given = [not span.fed for span in spans]

@@ -46,13 +46,18 @@ def own_rows(
 
 
 def all_own(batch: ForwardBatch) -> ForwardBatch:
-    """The batch as if every sequence were kept here: for steps that no one asked for."""
-    return replace(batch, own=OwnRows(rows=torch.arange(batch.num_rows, device=batch.token_ids.device), batch=batch))
+    """The batch as if every sequence were kept here, for steps that no one asked for. To the ranks together they are rank 0's."""
+    rows = torch.arange(batch.num_rows, device=batch.token_ids.device)
+    return replace(batch, own=OwnRows(rows=rows, batch=batch), row_owner=torch.zeros_like(rows))
 
 
-def idle_but_own(columns: np.ndarray, kept: Sequence[int | None]) -> None:
-    """The slots, lengths and places of a captured step's columns become this rank's: rows that are kept elsewhere are idle."""
-    slot, length, place = columns[3:]
+def idle_but_own(columns: np.ndarray, kept: Sequence[int | None], owners: Sequence[int]) -> None:
+    """The slots, lengths and places of a captured step's columns become this rank's: rows that are kept elsewhere are idle.
+
+    The rows' `owners` go with them.
+    """
+    slot, length, place, owner = columns[3:]
+    owner[:] = owners
     slot[:] = [-1 if number is None else number for number in kept]
     elsewhere = slot < 0
     length[elsewhere] = 0

@@ -27,6 +27,7 @@ from kernels.paged_prefill_triton import PrefillConfig, default_prefill_config, 
 from kernels.paged_step_triton import attention_step
 from kernels.pairs import Pairs
 from kernels.peer_memory import PeerMemory
+from kernels.peer_rows import gather_add_norm_rows, gather_owned_rows, scatter_add_norm_rows
 from kernels.peer_sums import reduce_add_norm_rows, reduce_rows
 from kernels.rms_norm_triton import add_norm_rows, norm_rows, silu_mul
 from kernels.rotary_triton import attention_inputs, rotary_cos_sin, row_places
@@ -34,6 +35,7 @@ from kernels.router_triton import FUSED_ROWS, route_logits, route_rows, router_l
 from kernels.shards_triton import LeftLogits, shown_shard
 from kernels.start_triton import embed_rows
 from kernels.tuning import Tuning, sums_shape
+from model.base import Communicator
 from model.batch import ForwardBatch
 from model.fit import attention_fits, delta_fits
 from model.formats import DenseFormat
@@ -56,6 +58,13 @@ class _Norms(TypedDict):
     k_norm: torch.Tensor | None
     eps: float
     zero_centered: bool
+
+
+class _How(TypedDict):
+    """Of a norm, and of its launch."""
+
+    zero_centered: bool
+    pdl: bool
 
 
 @dataclass(slots=True)
@@ -120,11 +129,32 @@ class FusedOperators:
             tiles={},
         )
 
+    def rows_stay(self, batch: ForwardBatch, comm: Communicator, x: torch.Tensor) -> bool:
+        """Where sums of the step's rows go through peer memory, all of them: they have one shape.
+
+        The rank that keeps most rows receives of each what every peer has, and sends it to every peer. Two shots spread that: they
+        are sooner done from 2 / world of all rows on. In words a sum moves as much for every row.
+        """
+        peers = self._peers(x, batch, comm)
+        if peers is None:
+            return False
+        rows, width = x.shape
+        return not peers.two_shots or peers.in_words(rows, width, x.dtype) or batch.busiest * peers.world < 2 * rows
+
+    def whole(self, rows: torch.Tensor, step: Step) -> torch.Tensor:
+        """In place."""
+        if step.row_owner is not None and step.comm.peers is not None:
+            step.comm.launched += 1
+            gather_owned_rows(step.comm.peers, rows, step.row_owner, pdl=self._pdl)
+        return rows
+
     def add_norm(self, x: torch.Tensor, pending: Pending | None, norm: RMSNorm, step: Step) -> torch.Tensor:
         """One launch; for a partial sum that fits peer memory, the reduction in it."""
         if pending is None:
             return norm_rows(x, norm.weight, norm.eps, zero_centered=norm.zero_centered, pdl=self._pdl)
-        peers = self._peers(x, step) if pending.partial else None
+        peers = self._peers(x, step.batch, step.comm) if pending.partial else None
+        if peers is not None and step.row_owner is not None:
+            return self._move(peers, step.row_owner, x, pending, norm, step)
         if peers is not None:
             step.comm.launched += 1
             return reduce_add_norm_rows(
@@ -149,24 +179,36 @@ class FusedOperators:
             pdl=self._pdl,
         )
 
+    def _move(
+        self, peers: PeerMemory, owners: torch.Tensor, x: torch.Tensor, pending: Pending, norm: RMSNorm, step: Step
+    ) -> torch.Tensor:
+        """`add_norm` of what is partial in a step whose rows stay with their owners."""
+        step.comm.launched += 1
+        into = (owners, x, norm.weight, norm.eps)
+        how: _How = {"zero_centered": norm.zero_centered, "pdl": self._pdl}
+        if pending.owned:
+            assert isinstance(pending.value, torch.Tensor)
+            return gather_add_norm_rows(peers, pending.value, *into, **how)
+        return scatter_add_norm_rows(peers, pending.value, *into, shared=pending.shared, shared_gate=pending.shared_gate, **how)
+
     def settle(self, x: torch.Tensor, pending: Pending, step: Step) -> None:
         """In torch: only captures of a layer's output need it."""
-        peers = self._peers(x, step) if pending.partial else None
+        peers = self._peers(x, step.batch, step.comm) if pending.partial else None
         if peers is not None:
             step.comm.launched += 1
-            pending = Pending(reduce_rows(peers, pending.value), False, pending.shared, pending.shared_gate)
+            pending = replace(pending, value=reduce_rows(peers, pending.value), partial=False)
         self._torch.settle(x, replace(pending, value=_summed(pending.value)), step)
 
-    def _peers(self, x: torch.Tensor, step: Step) -> PeerMemory | None:
+    def _peers(self, x: torch.Tensor, batch: ForwardBatch, comm: Communicator) -> PeerMemory | None:
         """The memory that a sum of `x`'s shape goes through; None if it does not fit, or NCCL was measured to be faster.
 
         A decode step uses it whenever the sum fits: a graph holds no NCCL, and the run before a capture compiles what that
         launches. Both ways give the same bits.
         """
-        peers = step.comm.peers
+        peers = comm.peers
         if peers is None or not peers.fits(*x.shape):
             return None
-        if step.batch.decode_only:
+        if batch.decode_only:
             return peers
         rows, width = x.shape
         key = (rows, width, peers.world)

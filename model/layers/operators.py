@@ -15,6 +15,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from kernels.pairs import Pairs
     from kernels.shards_triton import LeftLogits
+    from model.base import Communicator
     from model.batch import ForwardBatch
     from model.layers.attention import Attention
     from model.layers.delta_net import GatedDeltaNet
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 class Pending:
     """A layer's output that the residual has not taken yet.
 
-    With `partial` it is this rank's share of a sum over ranks. A shared expert's output and the logit of its gate come on top.
+    With `partial` it is this rank's share of a sum over ranks: with `owned` one whose rows are their owner's alone, and zeros
+    elsewhere, or anything in a step with `Step.row_owner`. A shared expert's output and the logit of its gate come on top.
     Operators whose `experts` gives pairs take them in `add_norm` and `settle`.
     """
 
     value: torch.Tensor | Pairs
     partial: bool = False
+    owned: bool = False
     shared: torch.Tensor | None = None
     shared_gate: torch.Tensor | None = None
 
@@ -59,8 +62,22 @@ class Operators(Protocol):
         """What the kernels of all layers need of this batch, computed once a forward; kept in `Step.prepared`."""
         ...
 
+    def rows_stay(self, batch: ForwardBatch, comm: Communicator, x: torch.Tensor) -> bool:
+        """Whether each row of the residual `x [T, hidden]` stays with the rank that keeps its sequence, alike on all ranks.
+
+        A step for which this is so has `Step.row_owner`, and no `settle`.
+        """
+        ...
+
     def add_norm(self, x: torch.Tensor, pending: Pending | None, norm: RMSNorm, step: Step) -> torch.Tensor:
-        """Add `pending` to the residual `x [T, hidden]` in place, summing over ranks what is partial; the norm of the result."""
+        """Add `pending` to the residual `x [T, hidden]` in place, summing over ranks what is partial; the norm of the result.
+
+        In a step with `Step.row_owner`, x and the result are right in a rank's own rows, and the result of what is `owned` in all.
+        """
+        ...
+
+    def whole(self, rows: torch.Tensor, step: Step) -> torch.Tensor:
+        """`rows [T, hidden]`, of which each rank has its own in a step with `Step.row_owner`: all of them."""
         ...
 
     def settle(self, x: torch.Tensor, pending: Pending, step: Step) -> None:
@@ -109,6 +126,14 @@ class TorchOperators:
     def prepare(self, batch: ForwardBatch, rotary: Rotary, dtype: torch.dtype) -> object:
         """Cosines and sines of the rows."""
         return rotary.tables(batch.positions, dtype)
+
+    def rows_stay(self, batch: ForwardBatch, comm: Communicator, x: torch.Tensor) -> bool:
+        """Sums go to all ranks here."""
+        return False
+
+    def whole(self, rows: torch.Tensor, step: Step) -> torch.Tensor:
+        """They are."""
+        return rows
 
     def add_norm(self, x: torch.Tensor, pending: Pending | None, norm: RMSNorm, step: Step) -> torch.Tensor:
         """Separate sums, then the norm."""

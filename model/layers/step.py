@@ -26,3 +26,5 @@ class Step:
     """`[T, k]` int32 of each MoE layer so far, when the batch asks for it."""
     own: Step | None = None
     """For `batch.own`: what mixes its rows."""
+    row_owner: torch.Tensor | None = None
+    """`batch.row_owner` in a step whose rows stay with their owners: the residual is right in a rank's own rows alone."""

@@ -7,7 +7,7 @@ and constants, and for integers and addresses that are multiples of 16; without 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -148,7 +148,13 @@ class DrySteps:
             device=META,
             positions=None if parts == 1 else np.zeros((parts, rows), dtype=np.int32),
         )
-        self._model.forward(batch if self._owners == 1 else all_own(batch), self._state, self._comm)
+        if self._owners == 1:
+            self._model.forward(batch, self._state, self._comm)
+            return
+        own = all_own(batch)
+        # Of more ranks than two a step of prompts may take sums, by whose rows are in it (`Operators.rows_stay`).
+        for busiest in (0, rows) if self._owners > 2 else (0,):
+            self._model.forward(replace(own, busiest=busiest), self._state, self._comm)
 
     def of_rows(self, rows: int) -> None:
         """Steps of so many rows outside of graphs: pieces, and single rows alone."""

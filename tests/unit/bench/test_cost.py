@@ -74,6 +74,12 @@ def test_collectives_by_hand(models: dict[str, ModelCosts]) -> None:
     # Four ranks: up to 85 rows in words, twice the bytes from each of three; then two shots.
     assert collective_us(PLAIN, Case(batch=85, per_host=4), megabyte) == pytest.approx(8 + 2 * 2 + 2 * 30)
     assert collective_us(PLAIN, Case(batch=86, per_host=4), megabyte) == pytest.approx(2 * (8 + 2 * 2) + 2 * 3 / 4 * 10)
+    # Rows that stay: of 85 rows the busiest rank keeps 22, which each of three peers has a part of; of 86 as many, in tiles.
+    assert [collectives(model, "data", world, stay=True) for world in (1, 2)] == [0, 97]
+    stay = Case(batch=85, per_host=4, layout="data", stay=True)
+    assert collective_us(PLAIN, stay, megabyte) == pytest.approx(8 + 2 * 2 + 2 * 30 * 22 / 85)
+    assert collective_us(PLAIN, replace(stay, batch=86), megabyte) == pytest.approx(8 + 2 * 2 + 30 * 22 / 86)
+    assert collective_us(PLAIN, replace(stay, batch=1, per_host=2), megabyte) == pytest.approx(8 + 10)
     flat = Case(batch=1, per_host=4, hosts=3)
     assert collective_us(PLAIN, flat, megabyte) == pytest.approx(12 + 11 * 10 + 30 + 2 * 100)
     assert collective_us(PLAIN, replace(flat, by_host=True), megabyte) == pytest.approx(2 * (12 + 3 * 10 / 4) + 30 + 2 * 100 / 4)
@@ -113,6 +119,14 @@ def test_prompts(models: dict[str, ModelCosts]) -> None:
     assert fewer == pytest.approx(0.01 + 100 * (prefill_flops(hybrid, 8, 160, 1 / 8, padded) / 1e14 + 30 * 1e-8 / 8))
     two = prefill_seconds(PLAIN, model, Case(batch=1, per_host=2), rows=100, step_rows=8192)
     assert two == pytest.approx(0.01 + 100 * prefill_flops(model, 2, 160, 1.0, padding(model, 100)) / 1e14 + 48 * 100 * 4096 / 1e11)
+    # Prompts of 25 positions on four ranks: each keeps one of four; of two the busiest keeps as much as two shots are for.
+    part, data = 100 * 4096, Case(batch=1, context=25, per_host=4, layout="data")
+    for rows, moved in ((100, 97 * 3 / 4 * part), (50, 96 * 2 * 3 / 4 * part / 2)):
+        apart, sums = (
+            prefill_seconds(PLAIN, model, replace(data, stay=True, alone=alone), rows=rows, step_rows=8192)
+            for alone in (True, False)
+        )
+        assert sums - apart == pytest.approx(moved / 1e11)
 
 
 def test_whose_prompts_a_step_waits_for() -> None:
@@ -190,6 +204,8 @@ def test_loads_are_read_from_what_benchmarks_write(models: dict[str, ModelCosts]
     assert loads[:2] == loads[2:]
     assert (loads[0].rows, loads[0].new_tokens, loads[0].case.layout) == (8 * 4096, 1, "tensor")
     assert (loads[1].case.batch, loads[1].case.context, loads[1].seconds) == (256, 1024 + 128, 6.0)
+    stayed = {"benchmark": "prefill", **about, "attention_layout": "data", "rows_stay": True, "rows": [prompts]}
+    assert [load.case.stay for load in (*loads, *read_loads({"e": stayed}, models))] == [False] * 4 + [True]
 
 
 def test_a_machine_is_read_as_it_was_kept(tmp_path: Path) -> None:

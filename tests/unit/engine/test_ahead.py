@@ -33,6 +33,8 @@ from tests.support.python_path import python_path
 EVERYWHERE = {"_step_kernel", "_prefill_kernel", "_decode_kernel", "_route_kernel", "_gate_up_kernel", "_down_paired_kernel"}
 LINEAR = {"_delta_decode_kernel", "_conv_kernel", "_chunk_kernel", "_state_kernel", "_output_kernel"}
 SUMS = {"one_shot_words_kernel", "one_shot_kernel"}
+OWNED = {"owned_scatter_words_kernel", "owned_gather_words_kernel", "owned_scatter_kernel", "owned_gather_kernel"}
+"""In layout `data`, in place of sums."""
 
 
 def test_rows_cover_every_kind() -> None:
@@ -88,9 +90,11 @@ def test_serving_launches_nothing_that_is_not_listed() -> None:
     assert len(found) == 8
     for each in found:
         about = f"{each['model']}, layout {each['layout']}, rank {each['rank']}"
-        kinds = EVERYWHERE | SUMS | (LINEAR if each["model"] == "qwen3-next-80b-a3b" else set())
+        moved, others = (OWNED, SUMS) if each["layout"] == "data" else (SUMS, OWNED)
+        kinds = EVERYWHERE | moved | (LINEAR if each["model"] == "qwen3-next-80b-a3b" else set())
         drawn = {"_sample_kernel", "_pick_kernel"} if each["rank"] == 0 else set()
         assert set(each["names"]) > kinds | drawn | {"_send_kernel", "_row_kernel"}, about
+        assert not others & set(each["names"]), about
         assert each["new"] == [], about
 
 

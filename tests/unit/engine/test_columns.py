@@ -31,6 +31,7 @@ def test_rows_are_fed_or_given_and_lie_in_their_slots_blocks() -> None:
         "slot": [4, 0, 2, 0],
         "length": [19, 4, 1, 5],
         "place": [62, 31, 120, 8],
+        "owner": [0, 0, 0, 0],
     }
 
 

@@ -131,6 +131,8 @@ def test_a_batch_has_all_rows_and_its_own_ones_by_their_numbers_here() -> None:
     assert batch.token_ids.tolist() == tokens
     assert (batch.slots.tolist(), batch.seq_lens.tolist()) == ([2, 3, 0, 1], [2, 3, 1, 5])
     assert batch.own is not None
+    assert batch.row_owner is not None
+    assert (batch.row_owner.tolist(), batch.busiest) == ([0, 0, 1, 1, 1, 0, 1, 1], 5)
     own = batch.own.batch
     assert batch.own.rows.tolist() == [2, 3, 4, 6, 7]
     assert own is not None
@@ -162,10 +164,10 @@ def test_three_part_positions_go_with_their_rows() -> None:
 
 
 def test_rows_of_others_are_idle_in_a_captured_step() -> None:
-    rows = [[9] * 4, [-1] * 4, [4, 5, 6, 7], [0, 3, 1, 2], [5, 6, 7, 8], [50, 60, 70, 80]]
+    rows = [[9] * 4, [-1] * 4, [4, 5, 6, 7], [0, 3, 1, 2], [5, 6, 7, 8], [50, 60, 70, 80], [0] * 4]
     columns = np.array(rows, np.int64)
-    idle_but_own(columns, [None, 1, 0, None])
-    assert columns.tolist() == [*rows[:3], [-1, 1, 0, -1], [0, 6, 7, 0], [-1, 60, 70, -1]]
+    idle_but_own(columns, [None, 1, 0, None], [0, 1, 1, 2])
+    assert columns.tolist() == [*rows[:3], [-1, 1, 0, -1], [0, 6, 7, 0], [-1, 60, 70, -1], [0, 1, 1, 2]]
 
 
 def test_a_captured_step_has_its_own_block_tables_and_feeds_every_slot() -> None:
@@ -196,4 +198,5 @@ def test_a_captured_step_has_its_own_block_tables_and_feeds_every_slot() -> None
     tables.flush()
     assert rank.executor._last_tokens.tolist() == [0, 0, 2, 1, 0]
     assert tables.tensor.tolist() == [[0] * 5, [6, 2, 0, 0, 0], [0] * 5]
-    assert [list(column) for column in given[0]] == [[11, 12, 13], [-1] * 3, [3, 4, 2], [-1, 1, -1], [0, 5, 0], [-1, 8, -1]]
+    columns = [[11, 12, 13], [-1] * 3, [3, 4, 2], [-1, 1, -1], [0, 5, 0], [-1, 8, -1], [0, 1, 0]]
+    assert [list(column) for column in given[0]] == columns

@@ -44,6 +44,7 @@ def test_a_captured_step_is_the_same_step(checkpoint: Callable[[str, str], Path]
     )
     places = [ranks.blocks[slot][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for slot, at in zip(slots, lengths, strict=True)]
     columns = {"given": [tokens[2], 0], "fed": [-1, 1], "position": lengths, "slot": slots, "length": [3, 18], "place": places}
+    columns["owner"] = (0, 0)
     inputs = torch.tensor([[*columns[name], *[IDLE[name]] * (ROWS - 2)] for name in FIELDS])
     with torch.inference_mode():
         output = graphs.forward(inputs, FixedRows.of(ROWS, tables.width, torch.device("cpu")))

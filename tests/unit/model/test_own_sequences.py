@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
+from kernels.peer_memory import PeerMemory
 from model.batch import ForwardBatch, HostBatch, OwnRows
 from model.decoder import Decoder
 from model.layers.operators import Operators
@@ -167,3 +171,33 @@ def test_idle_rows_of_kernels_give_what_rows_left_out_give(
         assert output.logits is not None
         found.append(output.logits)
     assert relative_error(found[1], found[0]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("world", "busiest", "stay"),
+    [(2, 40, True), (4, 19, True), (4, 20, False), (4, 0, True), (8, 10, False)],
+)
+def test_rows_stay_unless_too_many_are_of_one_rank(world: int, busiest: int, stay: bool) -> None:
+    """Of 40 rows in tiles; few rows go in words, whoever owns them, and none stay that do not fit or have no memory."""
+    memory = PeerMemory(
+        rank=0,
+        world=world,
+        buffers=torch.zeros(1),
+        signals=torch.zeros(1),
+        turns=torch.zeros(1),
+        abort=torch.zeros(1),
+        capacity=64 * 8 * (world - 1) * 10,
+        slot=1 << 12,
+        word_rows=4,
+        two_shots=world > 2,
+    )
+    x = torch.zeros(40, 64)
+    starts = np.array([0, 40], np.int32)
+    host = HostBatch(starts, starts[1:], starts[:1], 40, 40)
+    batch: Any = SimpleNamespace(decode_only=False, host=host, busiest=busiest)
+    comm: Any = SimpleNamespace(peers=memory)
+    operators = fused()
+    assert operators.rows_stay(batch, comm, x) == stay
+    assert operators.rows_stay(batch, comm, x[:4])
+    assert not operators.rows_stay(batch, comm, x.repeat(3, 1))
+    assert not operators.rows_stay(batch, cast("Any", SimpleNamespace(peers=None)), x)
