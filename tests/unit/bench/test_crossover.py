@@ -90,16 +90,17 @@ def test_the_table_decides_where_a_sum_goes(tmp_path: Path) -> None:
     said: list[str] = []
     operators = FusedOperators(torch.device("cpu"), Tuning(load_table("X", tmp_path), said.append), pdl=False)
     memory = SimpleNamespace(world=2, fits=lambda count, width: count * width <= 1600)
-    step: Any = SimpleNamespace(comm=SimpleNamespace(peers=memory), batch=SimpleNamespace(decode_only=False))
+    comm: Any = SimpleNamespace(peers=memory)
+    batch: Any = SimpleNamespace(decode_only=False)
 
     def way(count: int, width: int = 16) -> object:
-        return operators._peers(torch.zeros(count, width), step)
+        return operators._peers(torch.zeros(count, width), batch, comm)
 
     assert [way(count) is memory for count in (1, 8, 9, 100)] == [True, True, False, False]
     assert way(101) is None
     assert way(9, 32) is memory
     assert len(said) == 1
-    step.batch.decode_only = True
+    batch.decode_only = True
     assert [way(count) is memory for count in (9, 100, 101)] == [True, True, False]
-    step.comm.peers = None
+    comm.peers = None
     assert way(1) is None

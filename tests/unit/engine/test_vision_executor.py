@@ -463,8 +463,8 @@ def test_graphs_get_shifted_positions_and_no_row_of_an_image() -> None:
     assert batch.inserted is not None
     assert batch.inserted.rows.tolist() == [0]
     rank.forward([rank.span(0, 1, fed=True), rank.span(1, 1, fed=True)], [])
-    ((given, fed, position, slot, length, place),) = [columns.tolist() for columns in graphs.columns]
-    assert (given, fed, slot, length) == ([0, 0], [0, 1], [0, 1], [9, 4])
+    ((given, fed, position, slot, length, place, owner),) = [columns.tolist() for columns in graphs.columns]
+    assert (given, fed, slot, length, owner) == ([0, 0], [0, 1], [0, 1], [9, 4], [0, 0])
     assert position == [positions_of(9, [A])[0, 8], 3]
     assert [number % SIZE for number in place] == [0, 3]
 
