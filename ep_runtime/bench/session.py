@@ -131,7 +131,7 @@ class Session:
             "device": device,
             "forward_mode": llm.config.forward_mode,
             "attention_layout": llm.layout,
-            "rows_stay": llm.layout == "data" and llm.device.type == "cuda" and llm.config.forward_mode != "reference",
+            "rows_stay": llm.layout == "data" and llm.communicator.peers is not None,
             "max_num_batched_tokens": llm.config.max_num_batched_tokens,
             "weight_bytes_rank0": llm.load_report.nbytes,
             "load_seconds": round(llm.load_report.seconds, 2),

@@ -257,7 +257,7 @@ class Executor:
         shifts = () if self._vision is None else self.rows.shifts
         columns = columns_of(spans, tokens, slots, shifts, self.limits.block_size)
         if self.limits.owners > 1:
-            idle_but_own(columns, [self._kept(span.slot) for span in spans], self._owners(spans) or ())
+            idle_but_own(columns, [self._kept(span.slot) for span in spans], self._owners(spans))
         return self._graphs.run(step, columns)
 
     def _batch(self, command: Forward, tokens: np.ndarray, slots: SlotTable, images: bool) -> ForwardBatch:
@@ -281,7 +281,7 @@ class Executor:
             positions=positions,
             wanted=wanted_rows(command, first_rows),
             inserted=inserted_rows(spans, states, self.rows.held, first_rows) if images else None,
-            owners=self._owners(spans),
+            owners=self._owners(spans) if self.limits.owners > 1 else None,
         )
         if slots.looped:
             batch.loops = loop_rows(spans, states)
@@ -293,9 +293,9 @@ class Executor:
     def _kept(self, slot: int) -> int | None:
         return self.limits.kept(slot, self.comm.rank)
 
-    def _owners(self, spans: Sequence[Span]) -> list[int] | None:
-        """The ranks that keep the spans' sequences; None where every rank keeps all."""
-        return [self.limits.owner(span.slot) for span in spans] if self.limits.owners > 1 else None
+    def _owners(self, spans: Sequence[Span]) -> list[int]:
+        """The ranks that keep the spans' sequences, where ranks divide them."""
+        return [self.limits.owner(span.slot) for span in spans]
 
     def _note_blocks(self, tables: BlockTables, change: Change, slots: SlotTable) -> None:
         """What `change`, not applied yet, does to the block tables."""
